@@ -1,0 +1,1 @@
+"""Train Mixture-of-Experts foundation models with data, expert and tensor parallelism."""

@@ -1,0 +1,287 @@
+"""Every configuration key, its default, its unit and its meaning.
+
+These frozen dataclasses are the only home of defaults. A YAML file holds the differences from them, and
+the command line beats the YAML. Field types are checked when a config is loaded (`load.py`); rules between
+fields are checked by `validate.py`. Nothing here imports torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run writes.
+
+    Attributes:
+        name: Name of the run; its files are in `run.dir`/`run.name`.
+        dir: Folder that holds all runs.
+    """
+
+    name: str = "unnamed"
+    dir: str = "runs"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees of parallelism; dp · ep · tp must equal the number of ranks.
+
+    Attributes:
+        dp: Data-parallel degree, or `auto`: the world size divided by ep · tp.
+        ep: Expert-parallel degree; divides `model.num_experts`.
+        tp: Tensor-parallel degree. Only 1 is implemented.
+        dp_replicate: Number of model replicas inside dp (HSDP); divides dp. Only 1 is implemented.
+        expert_tp: Ranks that share one expert's width: 1 or tp.
+    """
+
+    dp: int | Literal["auto"] = AUTO
+    ep: int = 1
+    tp: int = 1
+    dp_replicate: int = 1
+    expert_tp: int = 1
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Mixtral-type decoder. The defaults are Mixtral-8x7B's.
+
+    Attributes:
+        num_layers: Decoder blocks.
+        hidden_size: Model width D.
+        intermediate_size: Width F of one expert.
+        num_heads: Query heads H.
+        num_kv_heads: Key and value heads; divides num_heads.
+        head_dim: Width of one head, or null for hidden_size / num_heads; even, for RoPE.
+        num_experts: Experts E per layer.
+        top_k: Experts per token K.
+        vocab_size: Rows of the embedding; at least the tokenizer's.
+        max_positions: Longest sequence the model is meant for, in tokens.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Added to the mean square in RMSNorm.
+        tie_embeddings: Use the embedding as the output head.
+        init_std: Standard deviation of the initial weights; attention output and expert down projections
+            are drawn with init_std / sqrt(2 · num_layers).
+    """
+
+    num_layers: int = 32
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int | None = None
+    num_experts: int = 8
+    top_k: int = 2
+    vocab_size: int = 32000
+    max_positions: int = 32768
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """Width of one attention head, in channels."""
+        return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Routing and its losses.
+
+    Attributes:
+        aux_loss: `sequence` (balance within each row; the same at every layout), `global_batch` (balance over
+            all data ranks of a micro-step; the same at every layout for a fixed accumulation) or `none`.
+        aux_loss_coeff: Weight of each layer's load-balancing loss in the objective.
+        z_loss_coeff: Weight of each layer's router z-loss, the mean squared logsumexp of the logits.
+    """
+
+    aux_loss: Literal["sequence", "global_batch", "none"] = "sequence"
+    aux_loss_coeff: float = 1e-2
+    z_loss_coeff: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """How the experts are computed.
+
+    Attributes:
+        backend: `loop` (one expert after another: the reference), `grouped_mm` (torch's grouped matrix
+            multiplication), or `auto`, which chooses and logs why.
+    """
+
+    backend: Literal["auto", "loop", "grouped_mm"] = AUTO
+
+
+@dataclass(frozen=True)
+class DispatcherConfig:
+    """How tokens reach their experts.
+
+    Attributes:
+        backend: `local` (ep = 1 only: no communication), `all_to_all`, or `auto`: local when ep = 1.
+    """
+
+    backend: Literal["auto", "local", "all_to_all"] = AUTO
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats.
+
+    Attributes:
+        mode: Format of compute and of gathered parameters: `fp32` or `bf16`. Master weights, optimizer states,
+            the router, softmax and gradient sums are fp32 in every mode.
+    """
+
+    mode: Literal["fp32", "bf16"] = "bf16"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The sequences and how they become rows.
+
+    Attributes:
+        path: A FASTA file, plain or .gz; null for the E. coli W3110 genome inside the `demo` extra.
+        seq_length: Tokens in one row, and the longest window of a sequence.
+        stride: Tokens by which consecutive windows of a long sequence overlap, the meaning that Hugging
+            Face's tokenizers give the word; 0 means that every base is a target once per epoch.
+        reverse_complement: Read each row from the other strand with probability one half, decided by
+            (seed, epoch, sample).
+        heldout_fraction: Share of all bases, at the end of the file, that training never sees; evaluated.
+        prefetch: Micro-batches prepared ahead by a background thread; 0 for none and no thread.
+    """
+
+    path: str | None = None
+    seq_length: int = 8192
+    stride: int = 0
+    reverse_complement: bool = False
+    heldout_fraction: float = 0.05
+    prefetch: int = 2
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with fp32 master weights, and a cosine schedule with warmup.
+
+    Attributes:
+        lr: Peak learning rate.
+        min_lr: Learning rate at the last step.
+        warmup_steps: Steps of linear warmup from 0 to lr.
+        weight_decay: Decoupled decay of matrices; norms and other vectors are not decayed.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        clip_norm: Largest global gradient norm (L2); 0 turns clipping off.
+    """
+
+    lr: float = 1e-4
+    min_lr: float = 1e-5
+    warmup_steps: int = 500
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop.
+
+    Attributes:
+        max_steps: Optimizer steps of the whole run.
+        global_batch_size: Sequences (rows) per optimizer step, over all ranks.
+        micro_batch_size: Sequences (rows) per rank and forward pass; accumulation is derived and must be whole.
+        seed: Seed of the initial weights and of the data order.
+        activation_checkpointing: `none`; `selective` (keep matrix products, attention and routing, recompute
+            the rest); `full` (keep each block's input and its routing choice only).
+        compile: Compile attention, router and norms with torch.compile.
+        deterministic: Refuse operations that are not bit-reproducible (on GPU; CPU runs are reproducible anyway).
+        dry_run: Validate, print the resolved configuration and the sizes, and stop before training.
+        max_nonfinite_steps: Consecutive steps with a non-finite loss or gradient norm, each skipped, after
+            which the run stops.
+        log_every: Steps between progress lines and TensorBoard points; metrics.jsonl has every step.
+    """
+
+    max_steps: int = 1000
+    global_batch_size: int = 256
+    micro_batch_size: int = 1
+    seed: int = 0
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
+    deterministic: bool = False
+    dry_run: bool = False
+    max_nonfinite_steps: int = 3
+    log_every: int = 10
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on the held-out region.
+
+    Attributes:
+        every: Steps between evaluations; 0 evaluates at the end only.
+        max_rows: Rows of the held-out region to use while training; 0 for all. The last one uses all.
+    """
+
+    every: int = 0
+    max_rows: int = 64
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving, keeping and resuming.
+
+    Attributes:
+        ckpt_dir: Folder of the steps and of `latest`; null for `run.dir`/`run.name`/checkpoints.
+        every: Steps between saves; the last step is always saved. 0 saves at the end only.
+        keep: Complete steps to keep, the newest first; 0 keeps all.
+        async_save: Write in the background while training goes on.
+        resume: `auto` (from the latest complete step of ckpt_dir, if there is one), `never` (refused when
+            ckpt_dir has a complete step), or the path of a step folder.
+        init_from: A step folder whose weights start a new run at step 0, without optimizer or data position.
+    """
+
+    ckpt_dir: str | None = None
+    every: int = 100
+    keep: int = 2
+    async_save: bool = True
+    resume: str = AUTO
+    init_from: str | None = None
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """The machine that a configuration is for.
+
+    Attributes:
+        target: `auto` for this one; with `train.dry_run=true`, validate for another: `cpu`, `a100`, `h100`,
+            `h200`, `b200` (the number of ranks is then taken from the degrees, not from the launcher).
+    """
+
+    target: Literal["auto", "cpu", "a100", "h100", "h200", "b200"] = AUTO
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration.
+
+    Attributes:
+        device: `cpu` (gloo), `cuda` (NCCL), or `auto`: CUDA where there is one.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = AUTO
+    run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    dispatcher: DispatcherConfig = field(default_factory=DispatcherConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -1,0 +1,1 @@
+"""Ranks, meshes and collectives: everything that knows about processes."""

@@ -1,0 +1,163 @@
+"""How this process was launched, and the start and end of its process group.
+
+The only module that reads the environment. torch is imported inside functions, because the configuration is
+validated with `launch_environment()` before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from moe_framework.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """This process's place among the ranks, as its launcher said.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank on this host.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on this host.
+        launched: True under torchrun; False for plain `python`, which is one rank.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    launched: bool = False
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A started process group.
+
+    Attributes:
+        launch: Where this process stands.
+        device: The device of this rank.
+        checkpoint_group: A gloo group over all ranks for the checkpoint store alone, whose background thread
+            must not share a group with training.
+    """
+
+    launch: LaunchEnvironment
+    device: torch.device
+    checkpoint_group: dist.ProcessGroup
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.launch.rank == 0
+
+
+def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
+    """Read rank and world size from torchrun's variables; without them, one rank.
+
+    Args:
+        environ: The variables; the process's own by default.
+
+    Returns:
+        This process's place.
+
+    Raises:
+        ConfigError: Some of torchrun's variables are missing or no integers.
+    """
+    environ = os.environ if environ is None else environ
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return LaunchEnvironment()
+    missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise ConfigError(f"environment: {', '.join(missing)} not set although others of torchrun's are. Use torchrun.")
+    try:
+        rank, local_rank, world_size, local_world_size = (int(environ[name]) for name in names)
+    except ValueError as error:
+        raise ConfigError(f"environment: {', '.join(names)} must be integers ({error}). Use torchrun.") from None
+    return LaunchEnvironment(rank, local_rank, world_size, local_world_size, launched=True)
+
+
+def resolve_device(device: str, local_rank: int) -> torch.device:
+    """Choose this rank's device.
+
+    Args:
+        device: `cpu`, `cuda`, or `auto`, which is CUDA where this host has a GPU for each local rank.
+        local_rank: Rank on this host; the GPU's index.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigError: CUDA was asked for, and there is none for this rank.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and local_rank >= num_gpus:
+        raise ConfigError(f"device=cuda: local rank {local_rank} has no GPU, the host has {num_gpus}. Use device=cpu.")
+    if device == "cuda" or (device == "auto" and num_gpus > 0):
+        if local_rank >= num_gpus:
+            raise ConfigError(
+                f"device=auto: the host has {num_gpus} GPUs for more local ranks. "
+                f"Start at most {num_gpus} ranks a host, or set device=cpu."
+            )
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def start(
+    launch: LaunchEnvironment, device: str, *, deterministic: bool = False, timeout_s: float = 1800.0
+) -> Iterator[Runtime]:
+    """Start the process group (gloo on CPU, NCCL on CUDA) and end it after the block.
+
+    Args:
+        launch: Where this process stands.
+        device: `auto`, `cpu` or `cuda`.
+        deterministic: Refuse operations that are not bit-reproducible.
+        timeout_s: Longest wait for one collective, in seconds.
+
+    Yields:
+        The runtime.
+
+    Raises:
+        ConfigError: See `resolve_device`.
+
+    Collective: the world; every rank must call.
+    """
+    if deterministic:
+        # cuBLAS reads it when it starts; without it, torch refuses its products as not reproducible.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+    import torch.distributed as dist
+
+    torch.use_deterministic_algorithms(deterministic)
+    torch_device = resolve_device(device, launch.local_rank)
+    on_cuda = torch_device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(torch_device)
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    device_id = torch_device if on_cuda else None
+    if launch.launched:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+    try:
+        checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+        yield Runtime(launch, torch_device, checkpoint_group)  # pyright: ignore[reportArgumentType]
+        # Without this barrier a rank may tear gloo's connections down while another is still in its last
+        # collective, and abort it (seen with torch 2.11).
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

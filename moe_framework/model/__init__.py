@@ -1,0 +1,1 @@
+"""The decoder. Shape letters are explained in `moe_framework.moe`."""

@@ -1,0 +1,98 @@
+"""Grouped-query causal self-attention through torch's scaled_dot_product_attention."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_framework.model.rope import apply_rotary, rotary_tables
+
+
+class AttentionContext(NamedTuple):
+    """What every attention layer of a micro-batch shares.
+
+    Attributes:
+        cos: [B, 1, S, head_dim] float32, from `rotary_tables`.
+        sin: The same.
+        mask: [B, 1, S, S] bool, True where a query may see a key; None for plain causal attention.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+
+
+def document_mask(document_ids_BS: Tensor) -> Tensor:
+    """Causal mask within each document of a packed row.
+
+    Args:
+        document_ids_BS: [B, S] int64; padding has an id of its own, so that it sees itself and stays finite.
+
+    Returns:
+        [B, 1, S, S] bool, True where query and key are of one document and the key is not later.
+    """
+    same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
+    return same.tril()
+
+
+class Attention(nn.Module):
+    """Multi-head attention with fewer key and value heads than query heads.
+
+    Source: GQA, arXiv:2305.13245.
+
+    Args:
+        hidden_size: D.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides num_heads.
+        head_dim: Channels of a head.
+    """
+
+    def __init__(self, *, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int):
+        super().__init__()
+        self.head_dim = head_dim
+        self.grouped = num_heads != num_kv_heads
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
+        """Attend.
+
+        Args:
+            x_BSD: [B, S, D].
+            context: Rotation tables and mask.
+
+        Returns:
+            [B, S, D].
+        """
+        q, k, v = (
+            projection(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q = apply_rotary(q, context.cos, context.sin)
+        k = apply_rotary(k, context.cos, context.sin)
+        out_BHSd = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=context.mask, is_causal=context.mask is None, enable_gqa=self.grouped
+        )
+        return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
+
+
+def attention_context(
+    positions_BS: Tensor, document_ids_BS: Tensor | None, *, head_dim: int, theta: float
+) -> AttentionContext:
+    """Build what the layers share.
+
+    Args:
+        positions_BS: [B, S] int64; positions within each document.
+        document_ids_BS: [B, S] int64, or None when no row holds more than one document.
+        head_dim: Channels of a head.
+        theta: Base of the rotary frequencies.
+
+    Returns:
+        The context.
+    """
+    with torch.no_grad():
+        cos, sin = rotary_tables(positions_BS, head_dim=head_dim, theta=theta)
+        return AttentionContext(cos, sin, None if document_ids_BS is None else document_mask(document_ids_BS))

@@ -1,0 +1,1 @@
+"""The experts: one stacked weight layout, and the backends that compute with it."""

@@ -1,0 +1,33 @@
+"""The experts' parameters, as a module that FSDP can shard by itself."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moe_framework.moe.experts.base import ExpertBackend
+
+
+class GroupedExperts(nn.Module):
+    """The stacked weights of a layer's experts, computed by a backend.
+
+    Args:
+        num_experts: Experts E of the layer.
+        hidden_size: D.
+        intermediate_size: F.
+        backend: How they are computed.
+    """
+
+    def __init__(self, *, num_experts: int, hidden_size: int, intermediate_size: int, backend: ExpertBackend):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.backend = backend
+
+    def forward(self, rows_RD: Tensor, probs_R: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Apply this rank's experts; see `ExpertBackend`."""
+        return self.backend(_local(self.gate_up), _local(self.down), rows_RD, probs_R, tokens_per_expert)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's experts [e, ...]; gradients flow back into the DTensor."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight

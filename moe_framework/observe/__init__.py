@@ -1,0 +1,1 @@
+"""What a run shows and records: progress, metrics, TensorBoard, throughput and the health of its routers."""

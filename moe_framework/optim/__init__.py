@@ -1,0 +1,1 @@
+"""The optimizer, its schedule, and the global gradient norm."""

@@ -1,0 +1,64 @@
+"""The global gradient norm over parameters on several meshes, and clipping by it."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moe_framework.distributed.collectives import all_reduce_sum
+
+
+@torch.no_grad()
+def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, each element counted once.
+
+    Squares are summed locally, then over exactly the mesh axes along which a gradient is sharded: an expert's over
+    ep and dp_shard, a dense one's over dp_shard×ep. A rank whose experts got no token takes part with zeros.
+
+    Args:
+        parameters: The same on every rank, in the same order; those without a gradient count as zero.
+
+    Returns:
+        float32 scalar on the parameters' device, the same on every rank.
+
+    Collective: every sharding axis of the parameters; every rank must call.
+    """
+    local_gradients: dict[tuple, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
+        local_gradients[key].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    squares = [_sum_of_squares(key, gradients) for key, gradients in local_gradients.items()]
+    return torch.stack(squares).sum().sqrt()
+
+
+def _sum_of_squares(key: tuple, gradients: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    total = torch.stack(norms).square().sum()
+    if key:
+        mesh, placements = key
+        for axis, placement in enumerate(placements):
+            if placement.is_shard():
+                all_reduce_sum(total, mesh.get_group(axis))
+    return total
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, clip_norm: float) -> None:
+    """Scale gradients so that their global norm is at most `clip_norm`, without a host-device sync.
+
+    Args:
+        parameters: Those whose norm is `norm`.
+        norm: From `global_grad_norm`.
+        clip_norm: Largest norm; 0 leaves the gradients alone.
+    """
+    if clip_norm == 0:
+        return
+    factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateImportUsage]

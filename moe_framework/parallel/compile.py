@@ -1,0 +1,19 @@
+"""torch.compile, of the parts whose shapes do not depend on the routing."""
+
+from moe_framework.model.block import Block
+from moe_framework.model.decoder import Decoder
+
+
+def compile_blocks(model: Decoder) -> None:
+    """Compile attention and norms in place; parameter names stay.
+
+    The MoE layer stays eager: the sizes of its exchanges are decided by each batch, which would break or
+    recompile its graph, and its time is in kernels that compilation does not change.
+
+    Args:
+        model: The decoder, not yet wrapped by FSDP.
+    """
+    for block in model.layers:
+        assert isinstance(block, Block)
+        for module in (block.attention_norm, block.attention, block.moe_norm):
+            module.compile()

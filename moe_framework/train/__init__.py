@@ -1,0 +1,1 @@
+"""Training: objects from a config, one step, the loop, evaluation."""

@@ -1,0 +1,40 @@
+"""What a configuration would train, from arithmetic alone: nothing is allocated and torch is not imported."""
+
+from moe_framework.config.schema import Config
+
+# fp32 master weight, two fp32 moments and an fp32 gradient: what FSDP keeps of each parameter on its rank.
+BYTES_PER_PARAMETER = 16
+
+
+def describe_sizes(config: Config) -> str:
+    """Describe the sizes of a validated configuration.
+
+    Args:
+        config: Validated; dp is resolved.
+
+    Returns:
+        Lines of text: parameters, active parameters, per-rank state in bytes, tokens and micro-steps per step.
+    """
+    model, parallel, train = config.model, config.parallel, config.train
+    assert isinstance(parallel.dp, int), "validate() resolves dp"
+    attention = 2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.resolved_head_dim
+    expert = 3 * model.hidden_size * model.intermediate_size
+    router = model.hidden_size * model.num_experts
+    norms = 2 * model.hidden_size
+    table = model.vocab_size * model.hidden_size
+    head = 0 if model.tie_embeddings else table
+    dense = model.num_layers * (attention + router + norms) + model.hidden_size + table + head
+    experts = model.num_layers * model.num_experts * expert
+    active = dense - (table if head else 0) + model.num_layers * model.top_k * expert
+    ranks = parallel.dp * parallel.ep * parallel.tp
+    state = BYTES_PER_PARAMETER * (dense + experts) // ranks
+    micro_steps = train.global_batch_size // (train.micro_batch_size * parallel.dp * parallel.ep)
+    return "\n".join(
+        [
+            f"ranks: {ranks} (dp={parallel.dp}, ep={parallel.ep}, tp={parallel.tp})",
+            f"parameters: {dense + experts:,} ({experts:,} in experts), of which a token uses {active:,}",
+            f"weights, gradients and optimizer: {state:,} bytes a rank ({state / 2**30:.2f} GiB)",
+            f"a step: {train.global_batch_size} rows, {train.global_batch_size * config.data.seq_length:,} tokens, "
+            f"{micro_steps} micro-steps",
+        ]
+    )

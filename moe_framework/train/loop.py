@@ -1,0 +1,113 @@
+"""The training loop."""
+
+from moe_framework.data.loader import TrainLoader, heldout_batches
+from moe_framework.errors import TrainingError
+from moe_framework.optim.schedule import learning_rate
+from moe_framework.train.build import Training
+from moe_framework.train.evaluate import evaluate
+from moe_framework.train.persist import Position, save
+from moe_framework.train.report import Reporter
+from moe_framework.train.step import Objective, StepResult, agree_on_counts, train_step
+
+
+def train(training: Training, position: Position, reporter: Reporter) -> None:
+    """Train from a position to `train.max_steps`, reporting, evaluating and saving on the way.
+
+    Args:
+        training: The run.
+        position: Where to start.
+        reporter: Where figures go.
+
+    Raises:
+        DataError: The data of a rank ended; on every rank.
+        TrainingError: Too many steps in a row were not finite; on every rank.
+        CheckpointError: A save failed; on every rank.
+
+    Collective: the world; every rank must call.
+    """
+    config, num_bad = training.config, 0
+    objective = Objective(config.moe.aux_loss_coeff, config.moe.z_loss_coeff)
+    with training.loader(position.consumed_samples) as loader:
+        for step in range(position.step + 1, config.train.max_steps + 1):
+            reporter.start_step()
+            batches = _next_batches(loader)
+            counts = agree_on_counts(batches, training.mesh.data_group)
+            rate = _set_learning_rate(training, step - 1)
+            result = train_step(
+                training.model,
+                training.optimizer,
+                [batch.to(training.runtime.device) for batch in batches],  # pyright: ignore
+                counts,
+                mesh=training.mesh,
+                objective=objective,
+                clip_norm=config.optim.clip_norm,
+            )
+            reporter.end_step(step, result, counts, rate)
+            num_bad = _check_finite(training, step, result, num_bad)
+            training.store.poll()
+            if _due(step, config.eval.every) and step < config.train.max_steps:
+                reporter.heldout(step, evaluate_heldout(training, config.eval.max_rows))
+            if num_bad == 0 and (_due(step, config.checkpoint.every) or step == config.train.max_steps):
+                save(training, Position(step, loader.consumed_samples))
+                reporter.saved(step, training.store.save_stall_s)
+    training.store.wait()
+
+
+def evaluate_heldout(training: Training, max_rows: int = 0) -> float:
+    """Return the loss on the held-out region, in nats per target.
+
+    Args:
+        training: The run.
+        max_rows: Rows to use, evenly spread; 0 for all.
+
+    Collective: the world; every rank must call.
+    """
+    batches = heldout_batches(
+        training.data.heldout,
+        micro_batch_size=training.config.train.micro_batch_size,
+        data_rank=training.mesh.data_rank,
+        num_data_ranks=training.mesh.num_data_ranks,
+        max_rows=max_rows,
+    )
+    return evaluate(training.model, batches, mesh=training.mesh, device=training.runtime.device)
+
+
+def _next_batches(loader: TrainLoader):
+    """This rank's micro-batches, or its error: the other ranks must hear of it before anyone stops."""
+    try:
+        return loader.next_step()
+    except Exception as error:
+        return error
+
+
+def _set_learning_rate(training: Training, steps_done: int) -> float:
+    config = training.config
+    rate = learning_rate(
+        steps_done,
+        lr=config.optim.lr,
+        min_lr=config.optim.min_lr,
+        warmup_steps=config.optim.warmup_steps,
+        max_steps=config.train.max_steps,
+    )
+    for group in training.optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def _check_finite(training: Training, step: int, result: StepResult, num_bad: int) -> int:
+    """Count the steps in a row that were skipped, and stop after too many."""
+    if result.applied:
+        return 0
+    limit = training.config.train.max_nonfinite_steps
+    if num_bad + 1 < limit:
+        return num_bad + 1
+    latest = training.store.latest_step()
+    raise TrainingError(
+        f"loss={result.loss}, grad_norm={result.grad_norm} at step {step}: not finite for {num_bad + 1} steps in a "
+        f"row (train.max_nonfinite_steps={limit}). The weights are those before these steps; "
+        f"the last checkpoint is {latest.name if latest else 'none'}. Lower optim.lr or look at the data."
+    )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

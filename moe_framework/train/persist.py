@@ -1,0 +1,145 @@
+"""What a checkpoint of a run holds, and how a run continues from one."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_framework.checkpoint.state import (
+    allocate_optimizer_state,
+    model_tensors,
+    optimizer_step,
+    optimizer_tensors,
+    rng_state,
+    set_optimizer_step,
+    set_rng_state,
+)
+from moe_framework.config.load import to_dict
+from moe_framework.errors import CheckpointError, ConfigError
+from moe_framework.train.build import Training, checkpoint_dir
+
+logger = logging.getLogger(__name__)
+
+
+class Position(NamedTuple):
+    """How far a run is.
+
+    Attributes:
+        step: Optimizer steps done, skipped ones included.
+        consumed_samples: Rows taken from the data, over all ranks.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+def save(training: Training, position: Position) -> None:
+    """Save model, optimizer, position, random states and config as one step.
+
+    Args:
+        training: The run.
+        position: Where it is.
+
+    Raises:
+        CheckpointError: This or the previous save failed; on every rank.
+
+    Collective: the world; every rank must call.
+    """
+    config = training.config
+    state = {
+        "position": position._asdict(),
+        "optimizer_step": optimizer_step(training.optimizer),
+        "data": _data_identity(training),
+        "layout": dataclasses.asdict(config.parallel) | {"world_size": training.runtime.launch.world_size},
+        "config": to_dict(config),
+    }
+    tensors = model_tensors(training.model) | optimizer_tensors(training.model, training.optimizer)
+    training.store.save(position.step, tensors, state, rank_state=rng_state())
+
+
+def resume(training: Training) -> Position:
+    """Continue from a checkpoint as `checkpoint.resume` and `checkpoint.init_from` say.
+
+    Args:
+        training: The run, freshly built; model and optimizer are filled in place.
+
+    Returns:
+        Where to continue; the start, without a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged, or of another model or data; on every rank.
+        ConfigError: `checkpoint.resume=never`, and there is something to overwrite; on every rank.
+
+    Collective: the world; every rank must call.
+    """
+    config = training.config
+    latest = training.store.latest_step()
+    if config.checkpoint.resume == "never" and latest is not None:
+        raise ConfigError(
+            f"checkpoint.resume=never: {checkpoint_dir(config)} has {latest.name}, which would be overwritten. "
+            "Set another run.name or checkpoint.ckpt_dir, or checkpoint.resume=auto."
+        )
+    step_dir = latest if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
+    if step_dir is not None:
+        return _load(training, step_dir)
+    if config.checkpoint.init_from is not None:
+        _load_weights(training, Path(config.checkpoint.init_from))
+    return Position()
+
+
+def _load(training: Training, step_dir: Path) -> Position:
+    allocate_optimizer_state(training.model, training.optimizer)
+    tensors = model_tensors(training.model) | optimizer_tensors(training.model, training.optimizer)
+    manifest = training.store.load(step_dir, tensors)
+    state = manifest.state
+    try:
+        _check_same_run(step_dir, state, training)
+        position = Position(**state["position"])
+        set_optimizer_step(training.optimizer, state["optimizer_step"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{step_dir}: manifest.json is not of a training run ({error!r}).") from error
+    if len(manifest.rank_states) == training.runtime.launch.world_size:
+        set_rng_state(manifest.rank_states[training.runtime.launch.rank])
+    logger.info("resumed from %s (saved at %s)", step_dir, _layout(state["layout"]))
+    return position
+
+
+def _load_weights(training: Training, step_dir: Path) -> None:
+    training.store.load(step_dir, model_tensors(training.model), allow_extra=lambda name: name.startswith("optimizer."))
+    logger.info("initial weights from %s", step_dir)
+
+
+def _data_identity(training: Training) -> dict[str, Any]:
+    """What a position in the data means something for: with any of these changed, it would be other samples."""
+    config = training.config
+    return {
+        "data.path": training.data.sequences.fingerprint,
+        "data.seq_length": config.data.seq_length,
+        "data.stride": config.data.stride,
+        "data.heldout_fraction": config.data.heldout_fraction,
+        "data.reverse_complement": config.data.reverse_complement,
+        "train.seed": config.train.seed,
+    }
+
+
+def _model_identity(model: dict[str, Any]) -> dict[str, Any]:
+    """What enters the computation of a model that is already initialised."""
+    return {f"model.{key}": value for key, value in model.items() if key not in ("init_std", "max_positions")}
+
+
+def _check_same_run(step_dir: Path, state: dict[str, Any], training: Training) -> None:
+    """Refuse what the shapes of the tensors cannot show: another number of heads, another order of the data."""
+    current = _model_identity(dataclasses.asdict(training.config.model)) | _data_identity(training)
+    saved = _model_identity(state["config"]["model"]) | state["data"]
+    different = [
+        f"{key} was {saved.get(key)!r}, now {value!r}" for key, value in current.items() if saved.get(key) != value
+    ]
+    if different:
+        raise CheckpointError(
+            f"{step_dir.name}: saved with another configuration: {'; '.join(different)}. Resume with the run's saved "
+            "config.yaml, or start a new run from these weights with checkpoint.init_from."
+        )
+
+
+def _layout(layout: dict[str, Any]) -> str:
+    return ", ".join(f"{axis}={layout[axis]}" for axis in ("dp", "ep", "tp"))

@@ -1,0 +1,125 @@
+"""Where a run's figures go: progress, metrics.jsonl, TensorBoard, summary.json. Writes on rank 0 alone."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from moe_framework.config.schema import Config
+from moe_framework.distributed.runtime import Runtime
+from moe_framework.observe.metrics import MetricsWriter, write_json_atomic
+from moe_framework.observe.progress import Progress
+from moe_framework.observe.router_health import RouterHealthWindow, max_over_mean_load, router_health, router_scalars
+from moe_framework.observe.tensorboard import TensorBoardWriter
+from moe_framework.observe.throughput import StepTimer, peak_memory_bytes
+from moe_framework.train.step import StepCounts, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Receives what the loop did. Every rank has one; only rank 0's writes.
+
+    Args:
+        config: The run's.
+        runtime: This rank's.
+        directory: The run's folder; it exists.
+        first_step: Steps done before; later lines of metrics.jsonl are dropped.
+        mfu_per_token_rate: MFU per (token/s of all ranks): FLOP per token over FLOP/s of all devices.
+    """
+
+    def __init__(
+        self, config: Config, runtime: Runtime, directory: Path, *, first_step: int, mfu_per_token_rate: float
+    ):
+        self._directory = directory
+        self._device = runtime.device
+        self._enabled = runtime.is_main
+        self._log_every = config.train.log_every
+        self._mfu_per_token_rate = mfu_per_token_rate
+        self._timer = StepTimer()
+        self._started = time.perf_counter()
+        self._num_tokens, self._step_seconds = 0, 0.0
+        self._progress = Progress(
+            config.train.max_steps, first_step, enabled=self._enabled, every=config.train.log_every
+        )
+        self._window = RouterHealthWindow()
+        if self._enabled:
+            self._metrics = MetricsWriter(directory / "metrics.jsonl", first_step if first_step else None)
+            self._board = TensorBoardWriter(directory / "tensorboard", first_step + 1 if first_step else None)
+
+    def start_step(self) -> None:
+        """Begin to time a step."""
+        self._timer.start()
+
+    def end_step(self, step: int, result: StepResult, counts: StepCounts, lr: float) -> None:
+        """Record a step.
+
+        Args:
+            step: Its number, from 1.
+            result: What it did.
+            counts: Its global counts.
+            lr: Its learning rate.
+        """
+        timing = self._timer.stop(counts.num_tokens)
+        self._num_tokens += counts.num_tokens
+        self._step_seconds += timing.seconds
+        if not self._enabled:
+            return
+        health = router_health(result.tokens_per_expert_LE, result.entropy_L, counts.num_tokens)
+        self._window.add(result.tokens_per_expert_LE, result.entropy_L, counts.num_tokens)
+        values = {
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens_per_second": timing.tokens_per_second,
+            "mfu": timing.tokens_per_second * self._mfu_per_token_rate,
+            "aux_loss": result.aux_loss,
+            "z_loss": result.z_loss,
+            "max_over_mean_load": max_over_mean_load(health),
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+        }
+        skipped = {} if result.applied else {"skipped": True}
+        self._metrics.write(step, values | {"tokens": counts.num_tokens} | skipped)
+        if not result.applied:
+            self._progress.note(f"step {step}: loss or gradient norm not finite; the update was skipped")
+        if step % self._log_every == 0:
+            self._board.scalars(step, {f"train/{name}": value for name, value in values.items()})
+            self._board.scalars(step, router_scalars(self._window.take()))
+        self._progress.update(step, result.loss, timing.tokens_per_second)
+
+    def heldout(self, step: int, loss: float) -> None:
+        """Record an evaluation: nats per target on the held-out region."""
+        if self._enabled:
+            self._board.scalars(step, {"heldout/loss": loss})
+            self._progress.note(f"step {step}: held-out loss {loss:.4f}")
+
+    def saved(self, step: int, stall_s: float) -> None:
+        """Record a save and for how many seconds it kept training waiting."""
+        if self._enabled:
+            self._board.scalars(step, {"checkpoint/save_stall_ms": 1e3 * stall_s})
+
+    def summarise(self, values: dict[str, Any]) -> None:
+        """Write summary.json and print it as one line.
+
+        Args:
+            values: What to add to throughput and wall time.
+        """
+        rate = self._num_tokens / self._step_seconds if self._step_seconds else None
+        summary = values | {"tokens_per_second": rate, "wall_s": time.perf_counter() - self._started}
+        if not self._enabled:
+            return
+        write_json_atomic(self._directory / "summary.json", summary)
+        self._progress.note("  ".join(f"{name}={_short(value)}" for name, value in summary.items()))
+
+    def close(self) -> None:
+        """Close the files and the progress bar."""
+        self._progress.close()
+        if self._enabled:
+            self._metrics.close()
+            self._board.close()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.1f}" if value >= 100 else f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,137 @@
+"""A whole run: start the ranks' process group, build, resume, train, evaluate, summarise."""
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_framework.config.load import to_yaml
+from moe_framework.config.schema import Config
+from moe_framework.data.markov import markov_losses
+from moe_framework.data.packing import split_regions
+from moe_framework.distributed.collectives import raise_together
+from moe_framework.distributed.runtime import Runtime, launch_environment, start
+from moe_framework.errors import ConfigError
+from moe_framework.observe.metrics import write_json_atomic, write_text_atomic
+from moe_framework.observe.throughput import flops_per_token, peak_flops, peak_rss_bytes
+from moe_framework.train.build import Training, build_training, run_dir
+from moe_framework.train.loop import evaluate_heldout, train
+from moe_framework.train.model import count_parameters
+from moe_framework.train.persist import resume
+from moe_framework.train.report import Reporter
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config) -> int:
+    """Train as the config says.
+
+    Args:
+        config: Validated for the ranks that were started.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        MoeFrameworkError: What a user can correct; the same on every rank.
+
+    Collective: the world; every rank must call.
+    """
+    launch = launch_environment()
+    _log_to_stderr(enabled=launch.rank == 0)
+    with start(launch, config.device, deterministic=config.train.deterministic) as runtime:
+        directory = run_dir(config)
+        _prepare(directory, config, runtime)
+        training = build_training(config, runtime)
+        position = resume(training)
+        reporter = Reporter(
+            config,
+            runtime,
+            directory,
+            first_step=position.step,
+            mfu_per_token_rate=_mfu_per_token_rate(training) if runtime.is_main else 0.0,
+        )
+        try:
+            train(training, position, reporter)
+            heldout_loss = evaluate_heldout(training)
+            peak_rss = torch.tensor(peak_rss_bytes())
+            dist.all_reduce(peak_rss, op=dist.ReduceOp.MAX, group=runtime.checkpoint_group)
+            baselines = _baselines(training) if runtime.is_main else {}
+            reporter.summarise({"heldout_loss": heldout_loss} | baselines | {"peak_rss_bytes": peak_rss.item()})
+        finally:
+            reporter.close()
+        training.store.close()
+    return 0
+
+
+def _log_to_stderr(*, enabled: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package = logging.getLogger("moe_framework")
+    package.handlers = [handler]
+    package.setLevel(logging.INFO if enabled else logging.WARNING)
+    package.propagate = False
+
+
+def _prepare(directory: Path, config: Config, runtime: Runtime) -> None:
+    """Make the run's folder and write what it is about to do, before any long work."""
+    error = None
+    if runtime.is_main:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(directory / "config.yaml", to_yaml(config))
+            write_json_atomic(directory / "run.json", _record(runtime))
+        except OSError as caught:
+            error = ConfigError(
+                f"run.dir={config.run.dir}: cannot write {directory} ({os.strerror(caught.errno or 0)}). "
+                "Set run.dir to a folder that can be written."
+            )
+    raise_together(error)
+
+
+def _record(runtime: Runtime) -> dict:
+    """What the run is made of; never the environment."""
+    commit = None
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        logger.info("git commit not recorded: not run from a git checkout")
+    packages = ("moe_framework", "torch", "numpy", "hydra-core")
+    return {
+        "git_commit": commit,
+        "versions": {name: version(name) for name in packages},
+        "world_size": runtime.launch.world_size,
+        "device": runtime.device.type,
+    }
+
+
+def _mfu_per_token_rate(training: Training) -> float:
+    config, sizes = training.config, training.config.model
+    total, active = count_parameters(training.model, top_k=sizes.top_k, num_experts=sizes.num_experts)
+    logger.info("parameters: %s, of which a token uses %s", f"{total:,}", f"{active:,}")
+    each_token = flops_per_token(
+        active, sizes.num_layers, sizes.num_heads, sizes.resolved_head_dim, config.data.seq_length
+    )
+    device = training.runtime.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return each_token / (peak_flops(device.type, name, config.precision.mode) * training.runtime.launch.world_size)
+
+
+def _baselines(training: Training) -> dict[str, float]:
+    """Losses of models that need no training to speak of, on the same targets; nats per base."""
+    sequences = training.data.sequences
+    regions = split_regions(sequences, training.config.data.heldout_fraction)
+    markov = markov_losses(sequences, *regions)
+    return {
+        "uniform_loss": math.log(4),
+        "markov1_loss": markov[1],
+        "markov3_loss": markov[3],
+        "markov_best_loss": min(markov.values()),
+    }

@@ -1,0 +1,188 @@
+"""One optimizer step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_framework.data.loader import Batch
+from moe_framework.distributed.collectives import all_reduce_sum, raise_together
+from moe_framework.distributed.mesh import ParallelMesh
+from moe_framework.model.decoder import DecoderOutput
+from moe_framework.optim.clip import global_grad_norm, scale_gradients
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The weights of the objective's terms.
+
+    Attributes:
+        aux_loss_coeff: Of each layer's load-balancing loss.
+        z_loss_coeff: Of each layer's router z-loss.
+    """
+
+    aux_loss_coeff: float
+    z_loss_coeff: float
+
+
+class StepCounts(NamedTuple):
+    """Counts of one step over all data ranks and micro-batches.
+
+    Attributes:
+        num_targets: Tokens with a loss; divides the cross entropy.
+        num_tokens: Tokens that are not padding; divides the router losses.
+    """
+
+    num_targets: int
+    num_tokens: int
+
+
+class StepResult(NamedTuple):
+    """What one step did, the same on every rank.
+
+    Attributes:
+        loss: Cross entropy, nats per target.
+        aux_loss: Load-balancing loss per token, mean over layers; 1 when balanced.
+        z_loss: Router z-loss per token, mean over layers.
+        grad_norm: Global L2 norm before clipping.
+        applied: Whether the parameters were updated; False when loss or norm were not finite.
+        tokens_per_expert_LE: [L, E] int64 on the device, summed over data ranks.
+        entropy_L: [L] float32 on the device, routing entropy summed over tokens and data ranks.
+    """
+
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    applied: bool
+    tokens_per_expert_LE: Tensor
+    entropy_L: Tensor
+
+
+def agree_on_counts(batches: Sequence[Batch] | Exception, group: dist.ProcessGroup) -> StepCounts:
+    """Sum the step's counts over data ranks before its first forward pass, and stop together if one has no data.
+
+    Args:
+        batches: This rank's micro-batches, or the error that its loader raised.
+        group: The data ranks.
+
+    Returns:
+        The global counts.
+
+    Raises:
+        DataError: On every rank, if the loader of any failed.
+
+    Collective: `group`; every data rank must call, also one whose loader failed.
+    """
+    error = batches if isinstance(batches, Exception) else None
+    own = () if isinstance(batches, Exception) else batches
+    # A host tensor, so that no GPU waits for it.
+    counts = torch.tensor([sum(b.num_targets for b in own), sum(b.num_tokens for b in own), int(error is not None)])
+    num_targets, num_tokens, num_failed = all_reduce_sum(counts, group).tolist()
+    if num_failed:
+        raise_together(error, group)
+    return StepCounts(max(num_targets, 1), max(num_tokens, 1))
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    counts: StepCounts,
+    *,
+    mesh: ParallelMesh,
+    objective: Objective,
+    clip_norm: float,
+) -> StepResult:
+    """Forward and backward over the micro-batches, then one clipped update.
+
+    Args:
+        model: The parallelised decoder.
+        optimizer: Over its parameters.
+        batches: This rank's micro-batches, on its device.
+        counts: From `agree_on_counts`.
+        mesh: The run's mesh.
+        objective: Weights of the terms.
+        clip_norm: Largest gradient norm; 0 for no clipping.
+
+    Returns:
+        The step's figures.
+
+    Collective: the world; every rank must call.
+    """
+    totals = accumulate_gradients(model, batches, counts, objective)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    norm = global_grad_norm(parameters)
+    scalars = torch.stack([totals.loss, totals.aux_loss, totals.z_loss])
+    all_reduce_sum(scalars, mesh.data_group)
+    loss, aux_loss, z_loss, grad_norm = torch.cat([scalars, norm[None]]).tolist()
+    applied = bool(torch.tensor([loss, aux_loss, z_loss, grad_norm]).isfinite().all())
+    if applied:
+        scale_gradients(parameters, norm, clip_norm)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    num_layers = totals.entropy_L.numel()
+    return StepResult(
+        loss=loss / counts.num_targets,
+        aux_loss=aux_loss / counts.num_tokens / num_layers,
+        z_loss=z_loss / counts.num_tokens / num_layers,
+        grad_norm=grad_norm,
+        applied=applied,
+        tokens_per_expert_LE=all_reduce_sum(totals.tokens_per_expert_LE, mesh.data_group),
+        entropy_L=all_reduce_sum(totals.entropy_L, mesh.data_group),
+    )
+
+
+def accumulate_gradients(
+    model: nn.Module, batches: Sequence[Batch], counts: StepCounts, objective: Objective
+) -> DecoderOutput:
+    """Add the gradients of the step's objective into the parameters.
+
+    The objective is Σ loss / targets + Σ (aux_coeff · aux + z_coeff · z) / tokens, with global counts below each
+    sum, so that the gradients of ranks and micro-batches only have to be added. Each layer's router losses count
+    with the full coefficient.
+
+    Args:
+        model: The parallelised decoder.
+        batches: This rank's micro-batches, on its device.
+        counts: Global counts of the step.
+        objective: Weights of the terms.
+
+    Returns:
+        Sums over this rank's micro-batches, detached.
+
+    Collective: the world; every rank must call with the same number of micro-batches.
+    """
+    outputs = []
+    for batch in batches:
+        output = forward(model, batch)
+        routers = objective.aux_loss_coeff * output.aux_loss + objective.z_loss_coeff * output.z_loss
+        (output.loss / counts.num_targets + routers / counts.num_tokens).backward()
+        outputs.append(output)
+    parts_of = zip(*(output[:-1] for output in outputs), strict=True)
+    sums = [torch.stack([part.detach() for part in parts]).sum(0) for parts in parts_of]
+    return DecoderOutput(*sums, logits_BSV=None)
+
+
+def forward(model: nn.Module, batch: Batch) -> DecoderOutput:
+    """Run the decoder on a micro-batch.
+
+    Args:
+        model: The decoder.
+        batch: On the model's device.
+
+    Returns:
+        Its sums.
+
+    Collective: the world; every rank must call.
+    """
+    return model(
+        batch.tokens,
+        batch.positions,
+        batch.targets,
+        document_ids_BS=batch.document_ids,
+        valid_index_T=batch.valid_index,
+    )

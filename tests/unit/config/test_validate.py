@@ -1,0 +1,300 @@
+"""Every rule between keys is broken once; the message names value, rule and remedy."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_framework.config.load import load_config
+from moe_framework.config.rules import NUCLEOTIDE_VOCAB_SIZE, divisors
+from moe_framework.config.validate import is_planned, planned_world_size, validate
+from moe_framework.data.tokenizer import NucleotideTokenizer
+from moe_framework.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+MAX_SEED = 2**63 - 1
+
+
+def check(overrides: str = "", *, world_size: int = 2, **machine: Any):
+    return validate(load_config("L0_sanity", overrides.split(), CONFIGS), world_size=world_size, **machine)
+
+
+def violations_of(overrides: str, **arguments: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(overrides, **arguments)
+    return caught.value.violations
+
+
+# Overrides of L0_sanity on two ranks, and the whole message that they must give, alone.
+RULES = [
+    # bounds of single keys
+    ("parallel.tp=0", "parallel.tp=0 must be at least 1."),
+    ("parallel.dp=0", "parallel.dp=0 must be at least 1."),
+    ("parallel.dp_replicate=0", "parallel.dp_replicate=0 must be at least 1."),
+    ("parallel.expert_tp=0", "parallel.expert_tp=0 must be at least 1."),
+    ("model.num_layers=0", "model.num_layers=0 must be at least 1."),
+    ("model.hidden_size=0", "model.hidden_size=0 must be at least 1."),
+    ("model.intermediate_size=-4", "model.intermediate_size=-4 must be at least 1."),
+    ("model.num_heads=0", "model.num_heads=0 must be at least 1."),
+    ("model.num_kv_heads=0", "model.num_kv_heads=0 must be at least 1."),
+    ("model.head_dim=0", "model.head_dim=0 must be at least 2."),
+    ("model.num_experts=0", "model.num_experts=0 must be at least 1."),
+    ("model.top_k=0", "model.top_k=0 must be at least 1."),
+    ("model.max_positions=0", "model.max_positions=0 must be at least 2."),
+    ("model.rope_theta=0", "model.rope_theta=0.0 must be greater than 0."),
+    ("model.norm_eps=0", "model.norm_eps=0.0 must be greater than 0."),
+    ("model.init_std=0", "model.init_std=0.0 must be greater than 0."),
+    ("moe.aux_loss_coeff=-1", "moe.aux_loss_coeff=-1.0 must be at least 0."),
+    ("moe.z_loss_coeff=-1", "moe.z_loss_coeff=-1.0 must be at least 0."),
+    ("data.seq_length=1", "data.seq_length=1 must be at least 2."),
+    ("data.prefetch=-1", "data.prefetch=-1 must be at least 0."),
+    ("data.heldout_fraction=0", "data.heldout_fraction=0.0 must be greater than 0 and less than 1."),
+    ("data.heldout_fraction=1", "data.heldout_fraction=1.0 must be greater than 0 and less than 1."),
+    ("data.path=''", "data.path='' must not be empty. Give a path, or leave the key out."),
+    ("optim.lr=0", "optim.lr=0.0 must be greater than 0."),
+    ("optim.min_lr=-1", "optim.min_lr=-1.0 must be at least 0."),
+    ("optim.warmup_steps=-1", "optim.warmup_steps=-1 must be at least 0."),
+    ("optim.weight_decay=-0.1", "optim.weight_decay=-0.1 must be at least 0."),
+    ("optim.clip_norm=-1", "optim.clip_norm=-1.0 must be at least 0."),
+    ("optim.eps=0", "optim.eps=0.0 must be greater than 0."),
+    ("optim.beta1=1", "optim.beta1=1.0 must be at least 0 and less than 1."),
+    ("optim.beta2=-0.1", "optim.beta2=-0.1 must be at least 0 and less than 1."),
+    ("train.max_steps=0", "train.max_steps=0 must be at least 1."),
+    ("train.global_batch_size=0", "train.global_batch_size=0 must be at least 1."),
+    ("train.micro_batch_size=0", "train.micro_batch_size=0 must be at least 1."),
+    ("train.max_nonfinite_steps=0", "train.max_nonfinite_steps=0 must be at least 1."),
+    ("train.log_every=0", "train.log_every=0 must be at least 1."),
+    ("train.seed=-1", f"train.seed=-1 must be from 0 to {MAX_SEED}."),
+    (f"train.seed={MAX_SEED + 1}", f"train.seed={MAX_SEED + 1} must be from 0 to {MAX_SEED}."),
+    ("eval.every=-1", "eval.every=-1 must be at least 0."),
+    ("eval.max_rows=-1", "eval.max_rows=-1 must be at least 0."),
+    ("checkpoint.every=-1", "checkpoint.every=-1 must be at least 0."),
+    ("checkpoint.keep=-1", "checkpoint.keep=-1 must be at least 0."),
+    # degrees
+    (
+        "parallel.ep=4",
+        "parallel.ep·tp = 4·1 = 4 must divide the number of ranks, but the world has 2 ranks. "
+        "Set parallel.ep=1 or 2, or start 4 ranks or a multiple of it.",
+    ),
+    (
+        "parallel.dp=2",
+        "parallel.dp·ep·tp = 2·2·1 = 4, but the world has 2 ranks. Set parallel.dp=1, or start 4 ranks.",
+    ),
+    ("parallel.dp=1 parallel.ep=4", "parallel.dp·ep·tp = 1·4·1 = 4, but the world has 2 ranks. Start 4 ranks."),
+    ("model.num_experts=9", "parallel.ep=2 must divide model.num_experts=9. Use 1, 3 or 9."),
+    (
+        "parallel.tp=2 parallel.ep=1",
+        "parallel.tp=2: tensor parallelism is not implemented in this version. Set parallel.tp=1.",
+    ),
+    (
+        "parallel.dp_replicate=2 parallel.ep=1",
+        "parallel.dp_replicate=2: model replicas (HSDP) are not implemented in this version. "
+        "Set parallel.dp_replicate=1.",
+    ),
+    ("parallel.expert_tp=2", "parallel.expert_tp=2 must be 1 or parallel.tp=1. Use 1."),
+    # model
+    ("model.top_k=9", "model.top_k=9 must be at most model.num_experts=8. Use 1 to 8."),
+    ("model.vocab_size=7", "model.vocab_size=7 must be at least 8, the size of the nucleotide tokenizer."),
+    ("model.num_kv_heads=3", "model.num_kv_heads=3 must divide model.num_heads=4. Use 1, 2 or 4."),
+    (
+        "model.num_heads=12",
+        "model.num_heads=12 must divide model.hidden_size=128 when model.head_dim is null. "
+        "Use 8 or 16, or set model.head_dim.",
+    ),
+    (
+        "model.head_dim=3",
+        "model.head_dim=3 makes heads of 3 channels, and RoPE needs an even number. Set model.head_dim=4.",
+    ),
+    (
+        "model.num_heads=128",
+        "model.head_dim=null makes heads of 1 channels, and RoPE needs an even number. Set model.head_dim=2.",
+    ),
+    # backends
+    (
+        "dispatcher.backend=local",
+        "dispatcher.backend=local moves no tokens, so it needs parallel.ep=1, not 2. "
+        "Use dispatcher.backend=all_to_all or auto.",
+    ),
+    (
+        "experts.backend=grouped_mm model.intermediate_size=130",
+        "model.intermediate_size=130 must be a multiple of 4 for experts.backend=grouped_mm in fp32, which needs "
+        "strides of 16 bytes. Use 128 or 132, or experts.backend=loop.",
+    ),
+    (
+        "experts.backend=grouped_mm precision.mode=bf16 model.hidden_size=132 model.head_dim=32",
+        "model.hidden_size=132 must be a multiple of 8 for experts.backend=grouped_mm in bf16, which needs strides "
+        "of 16 bytes. Use 128 or 136, or experts.backend=loop.",
+    ),
+    (
+        "experts.backend=grouped_mm device=cuda",
+        "experts.backend=grouped_mm on device=cuda computes in bf16 only, not precision.mode=fp32. "
+        "Use precision.mode=bf16 or experts.backend=loop.",
+    ),
+    # data
+    (
+        "data.seq_length=1025",
+        "data.seq_length=1025 must be at most model.max_positions=1024. Shorten the rows or raise model.max_positions.",
+    ),
+    (
+        "data.stride=512",
+        "data.stride=512 is the overlap of consecutive windows, so it must be at least 0 and less than "
+        "data.seq_length=512.",
+    ),
+    # schedule and batch
+    (
+        "optim.min_lr=1",
+        "optim.min_lr=1.0 must be at most optim.lr=0.002. Lower optim.min_lr or raise optim.lr.",
+    ),
+    (
+        "train.max_steps=20",
+        "optim.warmup_steps=30 must be at most train.max_steps=20, or the learning rate never reaches its peak. "
+        "Set optim.warmup_steps=2, or raise train.max_steps.",
+    ),
+    (
+        "train.global_batch_size=40",
+        "train.global_batch_size=40 must be a multiple of train.micro_batch_size·parallel.dp·ep = 8·1·2 = 16, so that "
+        "accumulation is whole. Use 32 or 48, or another train.micro_batch_size.",
+    ),
+    (
+        "train.global_batch_size=8",
+        "train.global_batch_size=8 must be a multiple of train.micro_batch_size·parallel.dp·ep = 8·1·2 = 16, so that "
+        "accumulation is whole. Use 16, or another train.micro_batch_size.",
+    ),
+    # checkpoint
+    ("checkpoint.resume=latest", "checkpoint.resume=latest must be auto, never, or the path of a step folder."),
+    (
+        "checkpoint.resume=/a checkpoint.init_from=/b",
+        "checkpoint.init_from=/b starts a new run, and checkpoint.resume=/a continues one. Give only one of them.",
+    ),
+    # hardware
+    (
+        "hardware.target=h100",
+        "hardware.target=h100 validates for a machine that may not be this one, so it needs train.dry_run=true. "
+        "Set it, or use hardware.target=auto.",
+    ),
+    (
+        "hardware.target=h100 train.dry_run=true device=cpu",
+        "device=cpu contradicts hardware.target=h100. Use device=auto.",
+    ),
+    (
+        "hardware.target=cpu train.dry_run=true device=cuda",
+        "device=cuda contradicts hardware.target=cpu. Use device=auto.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), RULES, ids=[rule[0] for rule in RULES])
+def test_broken_rule_gives_its_message_alone(overrides: str, message: str):
+    assert violations_of(overrides) == [message]
+
+
+@pytest.mark.parametrize("name", ["''", ".", "..", "a/b", "'a\\b'", "'a\tb'", "x" * 256, "'" + "é" * 128 + "'"])
+def test_run_name_that_is_no_plain_folder_is_refused(name: str):
+    with pytest.raises(ConfigError, match="must be a plain folder name"):
+        validate(load_config("L0_sanity", [f"run.name={name}"], CONFIGS), world_size=2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "",
+        "optim.min_lr=2e-3",
+        "optim.warmup_steps=300",
+        "model.top_k=8",
+        "data.seq_length=1024 data.stride=1023",
+        "data.prefetch=0 eval.every=0 checkpoint.every=0 checkpoint.keep=0 optim.clip_norm=0",
+        "checkpoint.init_from=/b",
+        "checkpoint.resume=/a",
+        "dispatcher.backend=all_to_all experts.backend=loop model.intermediate_size=130",
+        "dispatcher.backend=local parallel.ep=1",
+        f"train.seed={MAX_SEED}",
+        "model.num_heads=5 model.num_kv_heads=1 model.head_dim=32",
+        "device=cuda",
+    ],
+)
+def test_limits_themselves_are_allowed(overrides: str):
+    assert check(overrides).parallel.dp in (1, 2)
+
+
+@pytest.mark.parametrize(("dp", "ep"), list(product([1, 2, 4], repeat=2)))
+def test_auto_dp_fills_in_the_remainder(dp: int, ep: int):
+    config = check(f"parallel.ep={ep} train.micro_batch_size=1", world_size=dp * ep)
+    assert config.parallel.dp == dp
+    assert validate(config, world_size=dp * ep) == config
+
+
+def test_message_for_a_world_that_does_not_fit_the_degrees():
+    assert violations_of("parallel.dp=2", world_size=8) == [
+        "parallel.dp·ep·tp = 2·2·1 = 4, but the world has 8 ranks. Set parallel.dp=4, or start 4 ranks."
+    ]
+
+
+def test_one_rank_is_named_in_the_singular():
+    (violation,) = violations_of("", world_size=1)
+    assert "the world has 1 rank. Set parallel.ep=1, or start 2 ranks" in violation
+
+
+def test_ep_that_divides_neither_the_ranks_nor_the_experts_breaks_both_rules():
+    violations = violations_of("parallel.ep=3", world_size=2)
+    assert [v.split(" = ")[0].split(" must")[0] for v in violations] == ["parallel.ep·tp", "parallel.ep=3"]
+    assert violations[1] == "parallel.ep=3 must divide model.num_experts=8. Use 1, 2, 4 or 8."
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "gate_up"),
+    [("", 128, 256), ("model.hidden_size=96", 96, 256), ("model.intermediate_size=96", 128, 192)],
+)
+def test_dp_that_splits_the_experts_unevenly_is_refused(sizes: str, width: int, gate_up: int):
+    overrides = f"parallel.ep=1 train.micro_batch_size=1 train.global_batch_size=3 {sizes}"
+    message = (
+        f"must divide model.hidden_size={width} and 2·model.intermediate_size={gate_up}, because the experts' weights "
+        f"are split evenly. Use dp 2 or 4."
+    )
+    assert violations_of(overrides, world_size=3) == [f"parallel.dp=3 (auto, of 3 ranks) {message}"]
+    assert violations_of(f"{overrides} parallel.dp=3", world_size=3) == [f"parallel.dp=3 {message}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "local_world_size", "devices", "message"),
+    [
+        ("device=cuda", 2, 0, "device=cuda, but no CUDA device is visible. Use device=cpu or auto."),
+        ("device=cuda", 2, 1, "device=cuda: this host shows 1 CUDA devices for 2 ranks."),
+        ("device=auto", 2, 1, "device=auto: this host shows 1 CUDA devices for 2 ranks."),
+    ],
+)
+def test_too_few_gpus_are_refused(overrides: str, local_world_size: int, devices: int, message: str):
+    (violation,) = violations_of(overrides, local_world_size=local_world_size, cuda_device_count=devices)
+    assert violation.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [("device=auto", 0), ("device=cpu", 1), ("device=cuda", 2), ("device=cuda", None)],
+)
+def test_device_that_the_host_can_give_is_allowed(overrides: str, devices: int | None):
+    check(overrides, local_world_size=2, cuda_device_count=devices)
+
+
+def test_dry_run_for_another_machine_takes_the_ranks_from_the_degrees():
+    planned = load_config("L0_sanity", ["hardware.target=h100", "train.dry_run=true", "device=cuda"], CONFIGS)
+    assert is_planned(planned)
+    assert planned_world_size(planned) == 2
+    assert validate(planned, world_size=2, local_world_size=1, cuda_device_count=0).parallel.dp == 1
+    assert not is_planned(load_config("L0_sanity", ["train.dry_run=true"], CONFIGS))
+
+
+def test_all_violations_are_reported_at_once_and_in_the_same_order():
+    overrides = "parallel.ep=3 model.top_k=9 optim.lr=-1 run.name=a/b data.stride=512 checkpoint.keep=-1"
+    violations = violations_of(overrides, world_size=3)
+    assert len(violations) == 7
+    assert violations == violations_of(overrides, world_size=3)
+
+
+def test_vocabulary_bound_is_the_tokenizers_size():
+    assert NucleotideTokenizer.vocab_size == NUCLEOTIDE_VOCAB_SIZE
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 12, 36, 97, 256])
+def test_divisors_are_all_and_ascending(n: int):
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,108 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from moe_framework.errors import DataError
+from moe_framework.observe.metrics import MetricsWriter, write_json_atomic
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def write_steps(path: Path, resume_step: int | None, steps: range) -> None:
+    with MetricsWriter(path, resume_step) as writer:
+        for step in steps:
+            writer.write(step, {"loss": 1.0 / step})
+
+
+def test_a_line_is_on_disk_before_the_file_is_closed(tmp_path: Path):
+    writer = MetricsWriter(tmp_path / "m.jsonl", None)
+    writer.write(1, {"loss": 0.5, "num_tokens": 7})
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "loss": 0.5, "num_tokens": 7}
+    writer.close()
+
+
+def test_resume_drops_the_steps_that_are_repeated(tmp_path: Path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, None, range(1, 8))
+    write_steps(path, 4, range(5, 7))
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_at_step_zero_starts_over(tmp_path: Path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, None, range(1, 4))
+    write_steps(path, 0, range(1, 3))
+    assert steps_in(path) == [1, 2]
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, None, range(1, 4))
+    write_steps(path, None, range(1, 2))
+    assert steps_in(path) == [1]
+
+
+def test_resume_without_a_file_starts_one(tmp_path: Path):
+    write_steps(tmp_path / "m.jsonl", 3, range(4, 6))
+    assert steps_in(tmp_path / "m.jsonl") == [4, 5]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3, "loss": 1.0}', "\0\0\0", '{"step"\n'])
+def test_a_last_line_cut_off_by_a_kill_is_removed(tmp_path: Path, torn: str):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, None, range(1, 3))
+    path.write_text(path.read_text() + torn)
+    write_steps(path, 5, range(6, 7))
+    assert steps_in(path) == [1, 2, 6]
+
+
+@pytest.mark.parametrize("bad", ["not json", '{"loss": 1.0}', "[1]", '{"step": "x"}'])
+def test_a_damaged_line_in_the_middle_is_refused_by_number_and_the_file_kept(tmp_path: Path, bad: str):
+    path = tmp_path / "m.jsonl"
+    content = '{"step": 1}\n' + bad + '\n{"step": 3}\n'
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"m\.jsonl: line 2 "):
+        MetricsWriter(path, 3)
+    assert path.read_text() == content
+
+
+def test_a_step_is_never_written_twice(tmp_path: Path):
+    write_steps(tmp_path / "m.jsonl", None, range(1, 4))
+    with MetricsWriter(tmp_path / "m.jsonl", 3) as writer, pytest.raises(AssertionError, match="step 3 after step 3"):
+        writer.write(3, {})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path: Path, value: float):
+    with MetricsWriter(tmp_path / "m.jsonl", None) as writer:
+        writer.write(1, {"loss": value, "by_layer": [1.0, {"deep": value}]})
+    written = json.loads((tmp_path / "m.jsonl").read_text())
+    assert written == {"step": 1, "loss": None, "by_layer": [1.0, {"deep": None}]}
+
+
+def test_json_file_is_replaced_whole_and_leaves_no_temporary(tmp_path: Path):
+    path = tmp_path / "summary.json"
+    write_json_atomic(path, {"loss": 1.5})
+    write_json_atomic(path, {"loss": math.nan, "name": "ü"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"loss": None, "name": "ü"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path: Path):
+    path = tmp_path / "summary.json"
+    write_json_atomic(path, {"loss": 1.5})
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"loss": object()})
+    assert json.loads(path.read_text()) == {"loss": 1.5}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_replacement_leaves_no_temporary(tmp_path: Path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_json_atomic(tmp_path / "summary.json", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
