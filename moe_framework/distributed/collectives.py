@@ -30,12 +30,12 @@ class _AllToAllRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_ND, output_splits, input_splits, group):
-        ctx.splits, ctx.group = (input_splits, output_splits), group
+        ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
         return _exchange(x_ND, output_splits, input_splits, group)
 
     @staticmethod
     def backward(ctx, grad_RD):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _exchange(grad_RD, *ctx.splits, ctx.group), None, None, None
+        return _exchange(grad_RD, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
 
 
 def _exchange(x: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup) -> Tensor:

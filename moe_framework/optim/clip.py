@@ -56,9 +56,9 @@ def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, clip_norm: float
         norm: From `global_grad_norm`.
         clip_norm: Largest norm; 0 leaves the gradients alone.
     """
-    if clip_norm == 0:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if clip_norm == 0 or not gradients:
         return
     factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateImportUsage]

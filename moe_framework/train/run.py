@@ -5,12 +5,12 @@ import math
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from moe_framework import __version__
 from moe_framework.config.load import to_yaml
 from moe_framework.config.schema import Config
 from moe_framework.data.markov import markov_losses
@@ -103,10 +103,9 @@ def _record(runtime: Runtime) -> dict:
         commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         logger.info("git commit not recorded: not run from a git checkout")
-    packages = ("moe_framework", "torch", "numpy", "hydra-core")
     return {
         "git_commit": commit,
-        "versions": {name: version(name) for name in packages},
+        "versions": {"moe_framework": __version__, "torch": torch.__version__},
         "world_size": runtime.launch.world_size,
         "device": runtime.device.type,
     }

@@ -63,7 +63,7 @@ def layer_violations(module: Module) -> list[str]:
     violations = []
     for line, target in imported_names(module):
         parts = target.split(".")
-        if parts[0] != PACKAGE or len(parts) == 1:
+        if parts[0] != PACKAGE or len(parts) == 1 or parts[1] == "__version__":
             continue
         imported = parts[1]
         if imported not in LEVEL:
