@@ -36,11 +36,11 @@ $(BIN)/python:
 sanity: setup  ## Train L0_sanity on two CPU ranks; ARGS="key=value ..." is passed on.
 	$(BIN)/torchrun --nproc_per_node=2 train_fsdp2_ep.py --config-name L0_sanity $(ARGS)
 
-test: setup  ## Run the unit, distributed and short end-to-end tests; ARGS is passed to pytest.
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+test: setup  ## Run the unit, distributed and short end-to-end tests (GPU tests are skipped without one).
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: setup  ## Run the long tests.
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-gpu: setup  ## Run the tests that need a CUDA device.
 	$(BIN)/python -m pytest -m gpu $(ARGS)

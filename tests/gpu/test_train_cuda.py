@@ -1,0 +1,61 @@
+"""Whole runs on GPUs, through the documented command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["train.max_steps=6", "optim.warmup_steps=2", "checkpoint.every=3", "eval.every=0"]
+
+
+def _losses(directory: Path, num_ranks: int, *overrides: str) -> dict[int, float]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command += ["train_fsdp2_ep.py", "--config-name", "L0_sanity", "device=cuda", f"run.dir={directory}"]
+    environment = os.environ | {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "UB_SKIPMC": "1",
+    }
+    done = subprocess.run(
+        [*command, *SHORT, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (directory / "L0_sanity" / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row["loss"] for row in map(json.loads, lines)}
+
+
+def test_fp32_on_a_gpu_equals_the_cpu(tmp_path):
+    gpu = _losses(tmp_path / "gpu", 1, "parallel.ep=1", "precision.mode=fp32")
+    cpu = _losses(tmp_path / "cpu", 1, "parallel.ep=1", "precision.mode=fp32", "device=cpu")
+    assert gpu.keys() == cpu.keys() == set(range(1, 7))
+    for step, loss in gpu.items():
+        assert loss == pytest.approx(cpu[step], rel=1e-5)
+
+
+def test_bf16_follows_fp32_and_resumes_bit_for_bit_when_deterministic(tmp_path):
+    deterministic = ("parallel.ep=1", "precision.mode=bf16", "train.deterministic=true")
+    whole = _losses(tmp_path / "whole", 1, *deterministic)
+    exact = _losses(tmp_path / "fp32", 1, "parallel.ep=1", "precision.mode=fp32")
+    for step, loss in whole.items():
+        assert loss == pytest.approx(exact[step], rel=5e-3)
+    saved = tmp_path / "whole" / "L0_sanity" / "checkpoints" / "step_00000003"
+    resumed = _losses(tmp_path / "resumed", 1, *deterministic, f"checkpoint.resume={saved}")
+    assert resumed == {step: loss for step, loss in whole.items() if step > 3}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one_in_fp32_at_ep_2_and_at_dp_2(tmp_path):
+    one = _losses(tmp_path / "one", 1, "parallel.ep=1", "precision.mode=fp32")
+    for layout in ("parallel.ep=2", "parallel.ep=1"):
+        two = _losses(tmp_path / layout.replace("=", "_"), 2, layout, "precision.mode=fp32")
+        assert two.keys() == one.keys()
+        for step, loss in two.items():
+            assert loss == pytest.approx(one[step], rel=1e-5), (layout, step)
