@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from moe_framework.config.schema import AUTO, Config
+from moe_framework.errors import ConfigError
+from moe_framework.precision.modes import TARGETS, Capability, resolve_mode
 
 # moe_framework.data.tokenizer.NucleotideTokenizer.vocab_size; data and config are siblings that do not import
 # each other, so a unit test compares the two.
@@ -14,7 +16,6 @@ NUCLEOTIDE_VOCAB_SIZE = 8
 
 # torch.nn.functional.grouped_mm refuses strides that are not multiples of this.
 _GROUPED_MM_ALIGNMENT_BYTES = 16
-_BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2}
 
 _LARGEST_SEED = 2**63 - 1
 _LONGEST_FILE_NAME_BYTES = 255
@@ -34,6 +35,8 @@ _AT_LEAST = {
     "model.num_experts": 1,
     "model.top_k": 1,
     "model.max_positions": 2,
+    "precision.bf16_first_layers": 0,
+    "precision.bf16_last_layers": 0,
     "moe.aux_loss_coeff": 0,
     "moe.z_loss_coeff": 0,
     "data.seq_length": 2,
@@ -139,7 +142,7 @@ def backend_violations(config: Config) -> Iterator[str]:
     if config.experts.backend != "grouped_mm":
         return
     mode = config.precision.mode
-    multiple = _GROUPED_MM_ALIGNMENT_BYTES // _BYTES_PER_ELEMENT[mode]
+    multiple = _GROUPED_MM_ALIGNMENT_BYTES // (4 if mode == "fp32" else 2)
     for path in ("model.hidden_size", "model.intermediate_size"):
         size = attrgetter(path)(config)
         if size >= 1 and size % multiple:
@@ -148,7 +151,7 @@ def backend_violations(config: Config) -> Iterator[str]:
                 f"strides of {_GROUPED_MM_ALIGNMENT_BYTES} bytes. Use {either(near_multiples(size, multiple))}, "
                 f"or experts.backend=loop."
             )
-    if config.device == "cuda" and mode != "bf16":
+    if config.device == "cuda" and mode == "fp32":
         yield (
             f"experts.backend=grouped_mm on device=cuda computes in bf16 only, not precision.mode={mode}. "
             f"Use precision.mode=bf16 or experts.backend=loop."
@@ -194,11 +197,21 @@ def checkpoint_violations(config: Config) -> Iterator[str]:
         )
 
 
+def _mode_violations(config: Config, capability: Capability | None, where: str) -> Iterator[str]:
+    try:
+        resolve_mode(config.precision.mode, capability, where)
+    except ConfigError as error:
+        yield from error.violations
+
+
 def hardware_violations(config: Config) -> Iterator[str]:
     """Yield contradictions between the device and the machine that the configuration is for."""
     target, device = config.hardware.target, config.device
     if target == AUTO:
+        if device == "cpu":
+            yield from _mode_violations(config, None, "device=cpu")
         return
+    yield from _mode_violations(config, TARGETS[target], f"hardware.target={target}")
     if not config.train.dry_run:
         yield (
             f"hardware.target={target} validates for a machine that may not be this one, so it needs "
@@ -206,6 +219,8 @@ def hardware_violations(config: Config) -> Iterator[str]:
         )
     if device != AUTO and (device == "cpu") != (target == "cpu"):
         yield f"device={device} contradicts hardware.target={target}. Use device=auto."
+    if config.experts.backend == "te" and (device == "cpu" or target == "cpu"):
+        yield "experts.backend=te needs a CUDA device. Set experts.backend=auto."
 
 
 def divisors(n: int) -> list[int]:

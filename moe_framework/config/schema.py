@@ -61,6 +61,7 @@ class ModelConfig:
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
         tie_embeddings: Use the embedding as the output head.
+        qk_norm: Normalise queries and keys per head, as Qwen3 does.
         init_std: Standard deviation of the initial weights; attention output and expert down projections
             are drawn with init_std / sqrt(2 · num_layers).
     """
@@ -78,6 +79,7 @@ class ModelConfig:
     rope_theta: float = 1e6
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    qk_norm: bool = False
     init_std: float = 0.02
 
     @property
@@ -108,10 +110,11 @@ class ExpertsConfig:
 
     Attributes:
         backend: `loop` (one expert after another: the reference), `grouped_mm` (torch's grouped matrix
-            multiplication), or `auto`, which chooses and logs why.
+            multiplication), `te` (Transformer Engine; CUDA only), or `auto`: the only one that can compute the
+            shapes, or the fastest here; the choice is logged with its reason.
     """
 
-    backend: Literal["auto", "loop", "grouped_mm"] = AUTO
+    backend: Literal["auto", "loop", "grouped_mm", "te"] = AUTO
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,28 @@ class PrecisionConfig:
     """Number formats.
 
     Attributes:
-        mode: Format of compute and of gathered parameters: `fp32` or `bf16`. Master weights, optimizer states,
-            the router, softmax and gradient sums are fp32 in every mode.
+        mode: `fp32` or `bf16`: format of compute and of gathered parameters. `fp8_current`, `fp8_delayed`,
+            `fp8_block` (Hopper), `mxfp8`, `nvfp4` (Blackwell): bf16, with the experts' products quantized by
+            Transformer Engine. `auto8`: mxfp8 on Blackwell, fp8_current on Hopper. `mxfp8_emulated`: MXFP8's rounding
+            on any device, to study convergence. Master weights, optimizer states, the router, softmax and
+            gradient sums are fp32 in every mode.
+        bf16_first_layers: Blocks at the start whose experts stay in bf16 in a quantized mode.
+        bf16_last_layers: The same at the end.
     """
 
-    mode: Literal["fp32", "bf16"] = "bf16"
+    mode: Literal[
+        "fp32",
+        "bf16",
+        "fp8_current",
+        "fp8_delayed",
+        "fp8_block",
+        "mxfp8",
+        "nvfp4",
+        "mxfp8_emulated",
+        "auto8",
+    ] = "bf16"
+    bf16_first_layers: int = 0
+    bf16_last_layers: int = 0
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,19 @@ class Attention(nn.Module):
         num_heads: Query heads.
         num_kv_heads: Key and value heads; divides num_heads.
         head_dim: Channels of a head.
+        qk_norm_eps: Normalise queries and keys per head before the rotation, as Qwen3 does, with this added to the
+            mean square; None for no norm.
     """
 
-    def __init__(self, *, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int):
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm_eps: float | None = None,
+    ):
         super().__init__()
         self.head_dim = head_dim
         self.grouped = num_heads != num_kv_heads
@@ -56,6 +66,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.q_norm = None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
 
     def forward(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
         """Attend.
@@ -71,6 +83,8 @@ class Attention(nn.Module):
             projection(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q = apply_rotary(q, context.cos, context.sin)
         k = apply_rotary(k, context.cos, context.sin)
         out_BHSd = F.scaled_dot_product_attention(

@@ -49,7 +49,8 @@ class Decoder(nn.Module):
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
         tie_embeddings: Use the embedding as the head; there is then no `lm_head` parameter.
-        make_moe: Makes one block's MoE layer.
+        make_moe: Makes the MoE layer of a block, given the block's number.
+        qk_norm: Normalise queries and keys per head.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Decoder(nn.Module):
         rope_theta: float,
         norm_eps: float,
         tie_embeddings: bool,
-        make_moe: Callable[[], MoELayer],
+        make_moe: Callable[[int], MoELayer],
+        qk_norm: bool = False,
     ):
         super().__init__()
         self.head_dim = head_dim
@@ -75,11 +77,15 @@ class Decoder(nn.Module):
                 hidden_size=hidden_size,
                 norm_eps=norm_eps,
                 attention=Attention(
-                    hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+                    hidden_size=hidden_size,
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    qk_norm_eps=norm_eps if qk_norm else None,
                 ),
-                moe=make_moe(),
+                moe=make_moe(layer),
             )
-            for _ in range(num_layers)
+            for layer in range(num_layers)
         )
         self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
         self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)

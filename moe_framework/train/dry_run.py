@@ -20,7 +20,7 @@ def describe_sizes(config: Config) -> str:
     attention = 2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.resolved_head_dim
     expert = 3 * model.hidden_size * model.intermediate_size
     router = model.hidden_size * model.num_experts
-    norms = 2 * model.hidden_size
+    norms = 2 * model.hidden_size + (2 * model.resolved_head_dim if model.qk_norm else 0)
     table = model.vocab_size * model.hidden_size
     head = 0 if model.tie_embeddings else table
     dense = model.num_layers * (attention + router + norms) + model.hidden_size + table + head

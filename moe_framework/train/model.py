@@ -3,21 +3,24 @@
 import logging
 
 import torch
+import torch.distributed as dist
 
 from moe_framework.config.schema import Config
+from moe_framework.distributed.collectives import raise_together
 from moe_framework.distributed.mesh import ParallelMesh
+from moe_framework.errors import MoeFrameworkError
 from moe_framework.model.decoder import Decoder
 from moe_framework.model.init import initialise
 from moe_framework.moe.balancing import Balancing
 from moe_framework.moe.dispatch.all_to_all import AllToAllDispatcher
 from moe_framework.moe.dispatch.base import TokenDispatcher
 from moe_framework.moe.dispatch.local import LocalDispatcher
-from moe_framework.moe.experts.choose import BACKENDS, choose_experts
+from moe_framework.moe.experts.choose import EMULATED, Choice, ExpertShape, choose_experts, make_backend
 from moe_framework.moe.experts.layer import GroupedExperts
 from moe_framework.moe.layer import MoELayer
 from moe_framework.moe.router import TopKRouter
 from moe_framework.parallel.apply import apply_parallel
-from moe_framework.precision.policy import POLICIES
+from moe_framework.precision.policy import DTYPES, PrecisionPolicy, precision_policy
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +37,21 @@ def build_model(config: Config, mesh: ParallelMesh, device: torch.device) -> Dec
         The decoder under FSDP.
 
     Raises:
-        ConfigError: `experts.backend` cannot compute these shapes on this device.
+        ConfigError: The device lacks `precision.mode`, or `experts.backend` cannot compute these shapes on it.
+        DependencyError: `experts.backend` needs a package that is missing.
 
     Collective: the world; every rank must call.
     """
-    model = meta_decoder(config, mesh, device.type)
+    policy = precision_policy(config.precision.mode, device)
+    choice = _choose_on_first_rank(config, policy, device)
+    logger.info("precision.mode: %s", policy.mode)
+    logger.info("experts.backend: %s (%s)", choice.name, choice.reason)
+    model = meta_decoder(config, mesh, policy, choice)
     apply_parallel(
         model,
         mesh,
         device=device,
-        precision=POLICIES[config.precision.mode],
+        precision=policy,
         activation_checkpointing=config.train.activation_checkpointing,
         compile_model=config.train.compile,
     )
@@ -51,33 +59,24 @@ def build_model(config: Config, mesh: ParallelMesh, device: torch.device) -> Dec
     return model
 
 
-def meta_decoder(config: Config, mesh: ParallelMesh, device_type: str) -> Decoder:
+def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, choice: Choice) -> Decoder:
     """Build the whole decoder on the meta device: shapes without memory.
 
     Args:
         config: Validated.
         mesh: The run's mesh.
-        device_type: Where it will run, `cpu` or `cuda`; decides the expert backend.
+        policy: Formats.
+        choice: The expert backend.
 
     Returns:
         The decoder.
-
-    Raises:
-        ConfigError: `experts.backend` cannot compute these shapes on this device.
     """
     sizes = config.model
-    backend_name, reason = choose_experts(
-        config.experts.backend,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        dtype=POLICIES[config.precision.mode].compute_dtype,
-        device_type=device_type,
-    )
     dispatcher, dispatch_reason = _dispatcher(config, mesh)
-    logger.info("experts.backend: %s (%s)", backend_name, reason)
     logger.info("dispatcher.backend: %s", dispatch_reason)
 
-    def make_moe() -> MoELayer:
+    def make_moe(layer: int) -> MoELayer:
+        layer_policy, backend = _layer_format(config, layer, policy, choice)
         return MoELayer(
             router=TopKRouter(hidden_size=sizes.hidden_size, num_experts=sizes.num_experts, top_k=sizes.top_k),
             dispatcher=dispatcher,
@@ -85,7 +84,7 @@ def meta_decoder(config: Config, mesh: ParallelMesh, device_type: str) -> Decode
                 num_experts=sizes.num_experts,
                 hidden_size=sizes.hidden_size,
                 intermediate_size=sizes.intermediate_size,
-                backend=BACKENDS[backend_name],
+                backend=make_backend(backend, _shape(config), layer_policy),
             ),
             balancing=Balancing(config.moe.aux_loss, mesh.data_group),
         )
@@ -101,8 +100,43 @@ def meta_decoder(config: Config, mesh: ParallelMesh, device_type: str) -> Decode
             rope_theta=sizes.rope_theta,
             norm_eps=sizes.norm_eps,
             tie_embeddings=sizes.tie_embeddings,
+            qk_norm=sizes.qk_norm,
             make_moe=make_moe,
         )
+
+
+def _choose_on_first_rank(config: Config, policy: PrecisionPolicy, device: torch.device) -> Choice:
+    """Let rank 0 choose, since two ranks that time the same backends need not agree."""
+    choice, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            choice = choose_experts(config.experts.backend, _shape(config), policy, device)
+        except MoeFrameworkError as caught:
+            error = caught
+    raise_together(error)
+    box = [choice]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
+
+
+def _shape(config: Config) -> ExpertShape:
+    sizes = config.model
+    return ExpertShape(
+        num_local_experts=sizes.num_experts // config.parallel.ep,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_rows=config.train.micro_batch_size * config.data.seq_length * sizes.top_k,
+    )
+
+
+def _layer_format(config: Config, layer: int, policy: PrecisionPolicy, choice: Choice) -> tuple[PrecisionPolicy, str]:
+    """The formats and backend of one layer: the first and last may stay in bf16."""
+    first, last = config.precision.bf16_first_layers, config.precision.bf16_last_layers
+    if policy.mode in DTYPES or first <= layer < config.model.num_layers - last:
+        return policy, choice.name
+    plain = PrecisionPolicy("bf16", policy.compute_dtype, policy.reduce_dtype)
+    return plain, "grouped_mm" if choice.name == EMULATED else choice.name
 
 
 def _dispatcher(config: Config, mesh: ParallelMesh) -> tuple[TokenDispatcher, str]:

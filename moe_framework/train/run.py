@@ -20,6 +20,7 @@ from moe_framework.distributed.runtime import Runtime, launch_environment, start
 from moe_framework.errors import ConfigError
 from moe_framework.observe.metrics import write_json_atomic, write_text_atomic
 from moe_framework.observe.throughput import flops_per_token, peak_flops, peak_rss_bytes
+from moe_framework.precision.modes import compute_format
 from moe_framework.train.build import Training, build_training, run_dir
 from moe_framework.train.loop import evaluate_heldout, train
 from moe_framework.train.model import count_parameters
@@ -120,7 +121,9 @@ def _mfu_per_token_rate(training: Training) -> float:
     )
     device = training.runtime.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return each_token / (peak_flops(device.type, name, config.precision.mode) * training.runtime.launch.world_size)
+    return each_token / (
+        peak_flops(device.type, name, compute_format(config.precision.mode)) * training.runtime.launch.world_size
+    )
 
 
 def _baselines(training: Training) -> dict[str, float]:

@@ -59,3 +59,30 @@ def test_two_gpus_equal_one_in_fp32_at_ep_2_and_at_dp_2(tmp_path):
         assert two.keys() == one.keys()
         for step, loss in two.items():
             assert loss == pytest.approx(one[step], rel=1e-5), (layout, step)
+
+
+def test_te_trains_like_grouped_mm_under_fsdp_and_a_checkpoint_crosses_backends_and_precisions(tmp_path):
+    pytest.importorskip("transformer_engine")
+    one_rank = ("parallel.ep=1", "precision.mode=bf16")
+    grouped = _losses(tmp_path / "grouped", 1, *one_rank, "experts.backend=grouped_mm")
+    te = _losses(tmp_path / "te", 1, *one_rank, "experts.backend=te")
+    fp8 = _losses(tmp_path / "fp8", 1, "parallel.ep=1", "precision.mode=fp8_current", "experts.backend=te")
+    for step, loss in grouped.items():
+        assert te[step] == pytest.approx(loss, rel=2e-3)
+        assert fp8[step] == pytest.approx(loss, rel=1e-2)
+    saved = tmp_path / "fp8" / "L0_sanity" / "checkpoints" / "step_00000003"
+    resumed = _losses(tmp_path / "resumed", 1, *one_rank, "experts.backend=grouped_mm", f"checkpoint.resume={saved}")
+    assert sorted(resumed) == [4, 5, 6]
+    for step, loss in resumed.items():
+        assert loss == pytest.approx(fp8[step], rel=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("mode", ["bf16", "fp8_current"])
+def test_te_with_experts_on_two_gpus_equals_one(tmp_path, mode):
+    pytest.importorskip("transformer_engine")
+    settings = (f"precision.mode={mode}", "experts.backend=te")
+    one = _losses(tmp_path / "one", 1, "parallel.ep=1", *settings)
+    two = _losses(tmp_path / "two", 2, "parallel.ep=2", *settings)
+    for step, loss in two.items():
+        assert loss == pytest.approx(one[step], rel=2e-3 if mode == "bf16" else 1e-2), step

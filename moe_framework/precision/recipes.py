@@ -1,0 +1,39 @@
+"""Transformer Engine's quantization recipes, by the framework's names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TeRecipe:
+    """How Transformer Engine quantizes the factors of a product.
+
+    Attributes:
+        row_alignment: Each expert's number of rows must be a multiple of this.
+        needs_module: Whether only Transformer Engine's modules, not its operations, compute it.
+        make: Makes the recipe object; called inside the layer, because importing Transformer Engine takes seconds.
+    """
+
+    row_alignment: int
+    make: Callable[[], Any]
+    needs_module: bool = False
+
+
+def _make(name: str, **options) -> Callable[[], Any]:
+    def make():
+        from transformer_engine.common import recipe  # pyright: ignore[reportMissingImports]
+
+        return getattr(recipe, name)(**options)
+
+    return make
+
+
+RECIPES = {
+    "fp8_current": TeRecipe(16, _make("Float8CurrentScaling")),
+    # The amax history stays on its rank: experts differ between ranks, so a maximum over ranks says nothing.
+    "fp8_delayed": TeRecipe(16, _make("DelayedScaling", reduce_amax=False)),
+    "fp8_block": TeRecipe(128, _make("Float8BlockScaling"), needs_module=True),
+    "mxfp8": TeRecipe(32, _make("MXFP8BlockScaling")),
+    "nvfp4": TeRecipe(128, _make("NVFP4BlockScaling")),
+}

@@ -1,0 +1,141 @@
+"""Every expert backend and precision on a GPU, against the loop in float32."""
+
+import math
+
+import pytest
+import torch
+
+from moe_framework.moe.experts.base import scaled_swiglu
+from moe_framework.moe.experts.choose import ExpertShape, make_backend
+from moe_framework.moe.experts.loop import loop_experts
+from moe_framework.precision.modes import MODES, available_modes
+from moe_framework.precision.policy import precision_policy
+
+pytestmark = pytest.mark.gpu
+
+E, D, F = 8, 512, 768
+COUNTS = [100, 0, 333, 1, 64, 77, 0, 449]
+
+# Root mean square of the relative rounding error, taken at its largest within a binade: half a unit in the last
+# place is 2^-(mantissa bits + 1), uniformly distributed.
+BF16, E4M3, E5M2 = (2.0 ** -(bits + 1) / math.sqrt(3) for bits in (7, 3, 2))
+
+
+def _bound(*roundings: float) -> float:
+    """Independent roundings of the factors of a product add up in squares."""
+    return math.sqrt(sum(rounding**2 for rounding in roundings))
+
+
+def _bounds(mode: str) -> dict[str, float]:
+    if mode == "bf16":
+        # Inputs, weights and every intermediate result are rounded, up to ten of them along the way back.
+        return dict.fromkeys(("out", "gate_up", "down", "rows", "probs"), _bound(*[BF16] * 10))
+    gradient = E4M3 if mode in ("fp8_block", "mxfp8") else E5M2
+    forward = _bound(*[E4M3] * 4)
+    return {
+        "out": forward,
+        "gate_up": _bound(*[E4M3] * 4, gradient, gradient),
+        "down": _bound(*[E4M3] * 3, gradient),
+        "rows": _bound(*[E4M3] * 4, gradient, gradient),
+        "probs": _bound(*[E4M3] * 4, gradient),
+    }
+
+
+def _case(seed: int):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    rows = sum(COUNTS)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    tensors = [random(E, 2 * F, D) * 0.05, random(E, D, F) * 0.05, random(rows, D)]
+    probs = torch.rand(rows, device="cuda", generator=generator)
+    return [*tensors, probs], torch.tensor(COUNTS, device="cuda"), random(rows, D)
+
+
+def _run(backend, tensors, counts, cotangent):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = backend(*leaves, counts)
+    out.backward(cotangent.to(out.dtype))
+    return dict(
+        zip(("out", "gate_up", "down", "rows", "probs"), [out.detach(), *(t.grad for t in leaves)], strict=True)
+    )
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def _in_bf16(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [*(tensor.bfloat16() for tensor in tensors[:3]), tensors[3]]
+
+
+CASES = [("grouped_mm", "bf16"), *(("te", mode) for mode in MODES if mode not in ("fp32", "mxfp8_emulated"))]
+
+
+@pytest.mark.parametrize(("name", "mode"), [*CASES, ("mxfp8_emulated", "mxfp8_emulated")])
+def test_backend_equals_the_loop_in_fp32_within_the_rounding_of_its_format(name, mode):
+    if mode not in available_modes(torch.cuda.get_device_capability()):
+        pytest.skip(f"this GPU has no {mode}")
+    policy = precision_policy(mode, torch.device("cuda"))
+    backend = make_backend(name, ExpertShape(E, D, F, sum(COUNTS)), policy)
+    for seed in (1, 2):  # the second call finds the state of the first
+        tensors, counts, cotangent = _case(seed)
+        exact = _run(loop_experts, tensors, counts, cotangent)
+        ours = _run(backend, _in_bf16(tensors), counts, cotangent)
+        for quantity, bound in _bounds("mxfp8" if mode == "mxfp8_emulated" else mode).items():
+            assert _relative(ours[quantity], exact[quantity]) < bound, (quantity, seed)
+        for expert, count in enumerate(COUNTS):
+            if count == 0:
+                assert not ours["gate_up"][expert].any()
+                assert not ours["down"][expert].any()
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_rank_without_tokens_gets_zero_gradients(name, mode):
+    if mode not in available_modes(torch.cuda.get_device_capability()):
+        pytest.skip(f"this GPU has no {mode}")
+    backend = make_backend(name, ExpertShape(E, D, F, 0), precision_policy(mode, torch.device("cuda")))
+    tensors, counts, cotangent = _case(3)
+    tensors = _in_bf16(tensors)
+    ours = _run(backend, [*tensors[:2], tensors[2][:0], tensors[3][:0]], torch.zeros_like(counts), cotangent[:0])
+    assert ours["out"].shape == (0, D)
+    assert not ours["gate_up"].any()
+    assert not ours["down"].any()
+
+
+def test_te_gradients_reach_the_stacked_weight_without_a_copy():
+    backend = make_backend("te", ExpertShape(E, D, F, 0), precision_policy("bf16", torch.device("cuda")))
+    tensors, counts, cotangent = _case(4)
+    leaves = [tensor.requires_grad_() for tensor in _in_bf16(tensors)]
+    out = backend(*leaves, counts)
+    before = torch.cuda.memory_allocated()
+    gate_up_grad, down_grad = torch.autograd.grad(out, leaves[:2], cotangent.bfloat16())
+    kept = gate_up_grad.untyped_storage().nbytes() + down_grad.untyped_storage().nbytes()
+    assert kept == 2 * (leaves[0].numel() + leaves[1].numel())
+    assert torch.cuda.memory_allocated() - before <= kept
+
+
+@pytest.mark.parametrize("width", [8, 768, 5000])
+def test_fused_swiglu_rounds_once(width):
+    from moe_framework.moe.kernels.swiglu import fused_scaled_swiglu
+
+    generator = torch.Generator("cuda").manual_seed(width)
+    gate_up = torch.randn(37, 2 * width, device="cuda", generator=generator).mul_(3).bfloat16()
+    probs = torch.rand(37, device="cuda", generator=generator)
+    cotangent = torch.randn(37, width, device="cuda", generator=generator).bfloat16()
+    a = [gate_up.clone().requires_grad_(), probs.clone().requires_grad_()]
+    b = [gate_up.double().requires_grad_(), probs.double().requires_grad_()]
+    ours = fused_scaled_swiglu(*a)
+    exact = scaled_swiglu(*b)
+    ours.backward(cotangent)
+    exact.backward(cotangent.double())
+    unit = 2.0**-8
+    for value, reference in ((ours, exact), (a[0].grad, b[0].grad)):
+        assert value is not None
+        assert reference is not None
+        assert ((value.double() - reference).abs() <= unit * reference.abs() + 1e-30).double().mean() > 0.999
+        assert _relative(value, reference) < BF16
+    assert a[1].grad is not None
+    assert b[1].grad is not None
+    assert _relative(a[1].grad, b[1].grad) < 1e-5
