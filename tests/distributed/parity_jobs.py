@@ -1,0 +1,306 @@
+"""One training run twice: on one process with plain torch, and on the ranks of a layout with the framework.
+
+Both return the same `Trace`. The reference uses no FSDP, no DTensor, no dispatcher with communication, no
+accumulation, and torch's own clipping and unfused AdamW.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from moe_framework.config.schema import (
+    Config,
+    DispatcherConfig,
+    ExpertsConfig,
+    ModelConfig,
+    MoeConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from moe_framework.data.loader import Batch, collate
+from moe_framework.distributed.mesh import ParallelMesh, build_mesh
+from moe_framework.model.decoder import Decoder
+from moe_framework.moe.router import Routing, TopKRouter
+from moe_framework.optim.adamw import build_adamw
+from moe_framework.optim.clip import global_grad_norm
+from moe_framework.train.model import build_model
+from moe_framework.train.step import Objective, accumulate_gradients, agree_on_counts, train_step
+from tests.unit.model.builders import SMALL, plain_decoder, random_row
+
+IDLE_EXPERT = 5
+SEQ_LENGTH = 24
+NUM_STEPS = 3
+OPTIM: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+OBJECTIVE = Objective(aux_loss_coeff=0.02, z_loss_coeff=0.01)
+CLIP_NORM = 0.5  # below the norms met here, so that clipping is active
+
+# Document lengths of each row of the global batch: packed and single documents, with and without padding.
+PADDED_ROWS = ((24,), (10, 7), (24,), (5, 5, 14), (3,), (20,), (11, 2, 1), (24,))
+# With four data ranks and no accumulation, rank 1 has padding only.
+ROWS_WITH_AN_EMPTY_RANK = ((24,), (10, 7), (), (), (3,), (20,), (11, 2, 1), (24,))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What both sides compute.
+
+    Attributes:
+        seed: Of the weights and the inputs.
+        rows: Document lengths of each row of the global batch.
+        aux_loss: `moe.aux_loss`.
+        tie_embeddings: `model.tie_embeddings`.
+    """
+
+    seed: int
+    rows: tuple[tuple[int, ...], ...] = PADDED_ROWS
+    aux_loss: Any = "sequence"
+    tie_embeddings: bool = False
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """Sizes of the model."""
+        return replace(SMALL, tie_embeddings=self.tie_embeddings)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks compute it.
+
+    Attributes:
+        dp: `parallel.dp`.
+        ep: `parallel.ep`.
+        accumulation: Micro-batches per step.
+        checkpointing: `train.activation_checkpointing`.
+        backend: `experts.backend`.
+        compiled: `train.compile`.
+        mode: `precision.mode`.
+        dispatcher: `dispatcher.backend`.
+    """
+
+    dp: int
+    ep: int
+    accumulation: int = 1
+    checkpointing: Any = "none"
+    backend: Any = "grouped_mm"
+    compiled: bool = False
+    mode: Any = "fp32"
+    dispatcher: Any = "auto"
+
+    def __str__(self) -> str:
+        return f"dp{self.dp}-ep{self.ep}-acc{self.accumulation}-{self.checkpointing}-{self.backend}"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.ep
+
+
+@dataclass
+class Trace:
+    """Everything that must not depend on the layout, by parameter name; whole tensors.
+
+    Attributes:
+        initial: Parameters before the first step.
+        gradients: Of the first step, before clipping.
+        parameters: After the last step.
+        exp_avg: First Adam moments after the last step.
+        exp_avg_sq: Second Adam moments after the last step.
+        scalars: Loss, aux_loss, z_loss and grad_norm of each step.
+        tokens_per_expert: [L, E] of each step.
+        margin: Smallest distance of a token's K-th from its (K+1)-th logit; of the reference only.
+    """
+
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    scalars: list[dict[str, float]]
+    tokens_per_expert: list[Tensor]
+    margin: float = float("inf")
+
+
+def global_batch(spec: Spec, step: int) -> list:
+    """Return the rows of one step."""
+    rng = np.random.default_rng((spec.seed, step))
+    return [random_row(rng, list(lengths), SEQ_LENGTH, spec.sizes.vocab_size) for lengths in spec.rows]
+
+
+def micro_batches(spec: Spec, step: int, *, data_rank: int, num_data_ranks: int, accumulation: int) -> list[Batch]:
+    """Return one rank's share, cut as the loader cuts it."""
+    rows = global_batch(spec, step)
+    size = len(rows) // (num_data_ranks * accumulation)
+    starts = [(micro * num_data_ranks + data_rank) * size for micro in range(accumulation)]
+    return [collate(rows[start : start + size], tuple(range(start, start + size))) for start in starts]
+
+
+@torch.no_grad()
+def idle_one_expert(model: Decoder) -> None:
+    """Make sure that IDLE_EXPERT is never chosen.
+
+    Channel 0 of every embedding is about 1, ten times the others' scale, so that it stays large and positive in
+    the residual stream; only the idle expert's score depends on it, negatively. It is not the same for all tokens:
+    a tied head would then have a gradient of exactly zero there, whose rounding errors AdamW would scale up.
+    """
+    embedding = whole(model.embed.weight)
+    embedding[:, 0] += 1.0
+    put(model.embed.weight, embedding)
+    for block in model.layers:
+        router: nn.Parameter = block.moe.router.weight  # pyright: ignore
+        scores = whole(router)
+        scores[:, 0] = 0.0
+        scores[IDLE_EXPERT, 0] = -2.0
+        put(router, scores)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a copy of a whole tensor. Collective for a DTensor."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Write this rank's shard of a whole tensor."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole parameters by name. Collective."""
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole gradients by name; None is an error. Collective."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        gradients[name] = whole(parameter.grad)
+    return gradients
+
+
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> dict[str, Tensor]:
+    """Return whole Adam moments by parameter name. Collective."""
+    return {name: whole(optimizer.state[p][key]) for name, p in model.named_parameters()}
+
+
+def reference(spec: Spec) -> Trace:
+    """Train on one process, the whole global batch at once, with plain torch around the model."""
+    model = plain_decoder(spec.sizes, aux_loss=spec.aux_loss, seed=spec.seed)
+    idle_one_expert(model)
+    margins: list[float] = []
+    for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
+        router.register_forward_hook(lambda _router, _x, routing: margins.append(_margin(spec.sizes.top_k, routing)))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIM["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
+        lr=OPTIM["lr"],
+        betas=(OPTIM["beta1"], OPTIM["beta2"]),
+        eps=OPTIM["eps"],
+        foreach=False,
+        fused=False,
+    )
+    trace = Trace(parameters_of(model), {}, {}, {}, {}, [], [])
+    for step in range(NUM_STEPS):
+        batch = collate(global_batch(spec, step), tuple(range(len(spec.rows))))
+        num_layers = spec.sizes.num_layers
+        out = model(
+            batch.tokens,
+            batch.positions,
+            batch.targets,
+            document_ids_BS=batch.document_ids,
+            valid_index_T=batch.valid_index,
+        )
+        loss = out.loss / batch.num_targets
+        aux_loss, z_loss = out.aux_loss / batch.num_tokens, out.z_loss / batch.num_tokens
+        (loss + OBJECTIVE.aux_loss_coeff * aux_loss + OBJECTIVE.z_loss_coeff * z_loss).backward()
+        if step == 0:
+            trace.gradients.update(gradients_of(model))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.scalars.append(
+            {
+                "loss": loss.item(),
+                "aux_loss": aux_loss.item() / num_layers,
+                "z_loss": z_loss.item() / num_layers,
+                "grad_norm": norm.item(),
+            }
+        )
+        trace.tokens_per_expert.append(out.tokens_per_expert_LE)
+    trace.parameters.update(parameters_of(model))
+    trace.exp_avg.update(moments_of(model, optimizer, "exp_avg"))
+    trace.exp_avg_sq.update(moments_of(model, optimizer, "exp_avg_sq"))
+    trace.margin = min(margins)
+    return trace
+
+
+def _margin(top_k: int, routing: Routing) -> float:
+    sorted_logits = routing.logits_TE.detach().sort(dim=-1, descending=True).values
+    return (sorted_logits[:, top_k - 1] - sorted_logits[:, top_k]).min().item()
+
+
+def config_of(spec: Spec, layout: Layout) -> Config:
+    """Return the configuration of one run."""
+    return Config(
+        device="cpu",
+        parallel=ParallelConfig(dp=layout.dp, ep=layout.ep),
+        model=spec.sizes,
+        moe=MoeConfig(spec.aux_loss, OBJECTIVE.aux_loss_coeff, OBJECTIVE.z_loss_coeff),
+        experts=ExpertsConfig(layout.backend),
+        dispatcher=DispatcherConfig(layout.dispatcher),
+        precision=PrecisionConfig(layout.mode),
+        train=TrainConfig(
+            seed=spec.seed, activation_checkpointing=layout.checkpointing, compile=layout.compiled, max_steps=NUM_STEPS
+        ),
+    )
+
+
+def built(spec: Spec, layout: Layout) -> tuple[Decoder, ParallelMesh]:
+    """Build the model of a layout. Collective."""
+    mesh = build_mesh("cpu", dp=layout.dp, ep=layout.ep)
+    model = build_model(config_of(spec, layout), mesh, torch.device("cpu"))
+    idle_one_expert(model)
+    return model, mesh
+
+
+def train(spec: Spec, layout: Layout) -> Trace:
+    """Train on the ranks of a layout; the trace's tensors come from rank 0, its scalars from every rank."""
+    model, mesh = built(spec, layout)
+    optimizer = build_adamw(model, **OPTIM)
+    trace = Trace(parameters_of(model), {}, {}, {}, {}, [], [])
+    unclipped = float("nan")
+    for step in range(NUM_STEPS):
+        batches = micro_batches(
+            spec,
+            step,
+            data_rank=mesh.data_rank,
+            num_data_ranks=mesh.num_data_ranks,
+            accumulation=layout.accumulation,
+        )
+        counts = agree_on_counts(batches, mesh.data_group)
+        if step == 0:
+            accumulate_gradients(model, batches, counts, OBJECTIVE)
+            trace.gradients.update(gradients_of(model))
+            unclipped = global_grad_norm(model.parameters()).item()
+            optimizer.zero_grad()
+        result = train_step(model, optimizer, batches, counts, mesh=mesh, objective=OBJECTIVE, clip_norm=CLIP_NORM)
+        assert result.applied
+        assert step > 0 or result.grad_norm == unclipped
+        names = ("loss", "aux_loss", "z_loss", "grad_norm")
+        trace.scalars.append({name: getattr(result, name) for name in names})
+        trace.tokens_per_expert.append(result.tokens_per_expert_LE)
+    trace.parameters.update(parameters_of(model))
+    trace.exp_avg.update(moments_of(model, optimizer, "exp_avg"))
+    trace.exp_avg_sq.update(moments_of(model, optimizer, "exp_avg_sq"))
+    if dist.get_rank() > 0:
+        for tensors in (trace.initial, trace.gradients, trace.parameters, trace.exp_avg, trace.exp_avg_sq):
+            tensors.clear()
+    return trace

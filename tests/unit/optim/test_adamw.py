@@ -1,0 +1,45 @@
+import torch
+
+from moe_framework.optim.adamw import build_adamw
+from tests.unit.model.builders import plain_decoder
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6}
+
+
+def test_every_parameter_is_in_one_group_and_only_norms_do_not_decay():
+    model = plain_decoder()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, kept = build_adamw(model, **SETTINGS).param_groups
+    decayed_names = [names.pop(id(parameter)) for parameter in decayed["params"]]
+    kept_names = [names.pop(id(parameter)) for parameter in kept["params"]]
+    assert not names
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    assert len(kept_names) == 5
+    assert all(name.endswith("norm.weight") for name in kept_names)
+    assert not any(name.endswith("norm.weight") for name in decayed_names)
+    assert {"embed.weight", "layers.0.moe.experts.gate_up", "layers.1.moe.router.weight"} <= set(decayed_names)
+
+
+def test_a_step_is_algorithm_2_of_the_paper():
+    model = torch.nn.Linear(3, 2)
+    optimizer = build_adamw(model, **SETTINGS)
+    expected = {
+        p: (p.detach().double(), torch.zeros_like(p).double(), torch.zeros_like(p).double())
+        for p in (
+            model.weight,
+            model.bias,
+        )
+    }
+    torch.manual_seed(0)
+    for step in (1, 2, 3):
+        for parameter, (value, first, second) in expected.items():
+            parameter.grad = torch.randn(parameter.shape)
+            gradient = parameter.grad.double()
+            first = 0.8 * first + 0.2 * gradient
+            second = 0.7 * second + 0.3 * gradient.square()
+            decay = 0.3 if parameter.ndim == 2 else 0.0
+            update = (first / (1 - 0.8**step)) / ((second / (1 - 0.7**step)).sqrt() + 1e-6)
+            expected[parameter] = value - 1e-2 * (decay * value + update), first, second
+        optimizer.step()
+    for parameter, (value, _, _) in expected.items():
+        torch.testing.assert_close(parameter.double(), value, rtol=1e-5, atol=1e-6)
