@@ -139,6 +139,8 @@ def backend_violations(config: Config) -> Iterator[str]:
             f"dispatcher.backend=local moves no tokens, so it needs parallel.ep=1, not {config.parallel.ep}. "
             f"Use dispatcher.backend=all_to_all or auto."
         )
+    if config.experts.backend == "te" and "cpu" in (config.device, config.hardware.target):
+        yield "experts.backend=te needs a CUDA device. Set experts.backend=auto."
     if config.experts.backend != "grouped_mm":
         return
     mode = config.precision.mode
@@ -219,8 +221,6 @@ def hardware_violations(config: Config) -> Iterator[str]:
         )
     if device != AUTO and (device == "cpu") != (target == "cpu"):
         yield f"device={device} contradicts hardware.target={target}. Use device=auto."
-    if config.experts.backend == "te" and (device == "cpu" or target == "cpu"):
-        yield "experts.backend=te needs a CUDA device. Set experts.backend=auto."
 
 
 def divisors(n: int) -> list[int]:

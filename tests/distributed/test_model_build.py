@@ -5,6 +5,8 @@ import torch
 
 from moe_framework.config.schema import DispatcherConfig, ExpertsConfig
 from moe_framework.distributed.mesh import build_mesh
+from moe_framework.moe.experts.choose import Choice
+from moe_framework.precision.policy import precision_policy
 from moe_framework.train.model import build_model, count_parameters, meta_decoder
 from tests.distributed.parity_jobs import Layout, Spec, config_of
 from tests.helpers.pool import RankPool
@@ -17,7 +19,7 @@ def kinds(layout: Layout, dispatcher: str) -> tuple[str, str, bool]:
     """The dispatcher and the expert backend of the first layer, and whether everything is on meta."""
     mesh = build_mesh("cpu", dp=layout.dp, ep=layout.ep)
     config = replace(config_of(SPEC, layout), dispatcher=DispatcherConfig(dispatcher))  # pyright: ignore
-    model = meta_decoder(config, mesh, "cpu")
+    model = meta_decoder(config, mesh, precision_policy("fp32", torch.device("cpu")), Choice("grouped_mm", ""))
     moe = model.layers[0].moe
     on_meta = all(p.is_meta for p in model.parameters())
     return type(moe.dispatcher).__name__, moe.experts.backend.__name__, on_meta  # pyright: ignore

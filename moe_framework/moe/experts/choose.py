@@ -1,8 +1,8 @@
 """Choice of an expert backend: by name, by what can compute the shapes, or by which is fastest on this device."""
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +16,9 @@ from moe_framework.moe.experts.te import TransformerEngineExperts
 from moe_framework.precision.policy import PrecisionPolicy
 
 EMULATED = "mxfp8_emulated"
+
+# Those without state, which compute in the dtype of what they are given.
+BACKENDS: dict[str, ExpertBackend] = {"loop": loop_experts, "grouped_mm": grouped_mm_experts}
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,7 @@ def make_backend(name: str, shape: ExpertShape, policy: PrecisionPolicy) -> Expe
             intermediate_size=shape.intermediate_size,
             recipe=policy.te_recipe,
         )
-    functions: dict[str, ExpertBackend] = {
-        "loop": loop_experts,
-        "grouped_mm": grouped_mm_experts,
-        EMULATED: mxfp8_emulated_experts,
-    }
-    return functions[name]
+    return mxfp8_emulated_experts if name == EMULATED else BACKENDS[name]
 
 
 def choose_experts(name: str, shape: ExpertShape, policy: PrecisionPolicy, device: torch.device) -> Choice:
@@ -116,9 +114,8 @@ def choose_experts(name: str, shape: ExpertShape, policy: PrecisionPolicy, devic
 def _fastest(names: list[str], shape: ExpertShape, policy: PrecisionPolicy, device: torch.device) -> Choice:
     times = {}
     for name in names:
-        make: Callable[[], ExpertBackend] = lambda name=name: make_backend(name, shape, policy)  # noqa: E731
         times[name] = milliseconds(
-            make,
+            partial(make_backend, name, shape, policy),
             num_local_experts=shape.num_local_experts,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,

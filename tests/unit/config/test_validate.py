@@ -131,6 +131,24 @@ RULES = [
         "experts.backend=grouped_mm on device=cuda computes in bf16 only, not precision.mode=fp32. "
         "Use precision.mode=bf16 or experts.backend=loop.",
     ),
+    (
+        "experts.backend=te device=cpu",
+        "experts.backend=te needs a CUDA device. Set experts.backend=auto.",
+    ),
+    (
+        "precision.mode=fp8_current device=cpu",
+        "precision.mode=fp8_current needs compute capability 8.9 or newer; device=cpu has none, being no CUDA device. "
+        "Use one of fp32, bf16, mxfp8_emulated.",
+    ),
+    (
+        "precision.mode=auto8 hardware.target=a100 train.dry_run=true",
+        "precision.mode=auto8 needs compute capability 9.0 (Hopper) or newer; hardware.target=a100 has 8.0. "
+        "Use precision.mode=bf16, or mxfp8_emulated to study 8-bit experts anywhere.",
+    ),
+    (
+        "precision.bf16_first_layers=-1",
+        "precision.bf16_first_layers=-1 must be at least 0.",
+    ),
     # data
     (
         "data.seq_length=1025",
@@ -144,22 +162,22 @@ RULES = [
     # schedule and batch
     (
         "optim.min_lr=1",
-        "optim.min_lr=1.0 must be at most optim.lr=0.002. Lower optim.min_lr or raise optim.lr.",
+        "optim.min_lr=1.0 must be at most optim.lr=0.003. Lower optim.min_lr or raise optim.lr.",
     ),
     (
         "train.max_steps=20",
-        "optim.warmup_steps=30 must be at most train.max_steps=20, or the learning rate never reaches its peak. "
+        "optim.warmup_steps=40 must be at most train.max_steps=20, or the learning rate never reaches its peak. "
         "Set optim.warmup_steps=2, or raise train.max_steps.",
     ),
     (
-        "train.global_batch_size=40",
-        "train.global_batch_size=40 must be a multiple of train.micro_batch_size·parallel.dp·ep = 8·1·2 = 16, so that "
-        "accumulation is whole. Use 32 or 48, or another train.micro_batch_size.",
+        "train.global_batch_size=36",
+        "train.global_batch_size=36 must be a multiple of train.micro_batch_size·parallel.dp·ep = 4·1·2 = 8, so that "
+        "accumulation is whole. Use 32 or 40, or another train.micro_batch_size.",
     ),
     (
-        "train.global_batch_size=8",
-        "train.global_batch_size=8 must be a multiple of train.micro_batch_size·parallel.dp·ep = 8·1·2 = 16, so that "
-        "accumulation is whole. Use 16, or another train.micro_batch_size.",
+        "train.global_batch_size=4",
+        "train.global_batch_size=4 must be a multiple of train.micro_batch_size·parallel.dp·ep = 4·1·2 = 8, so that "
+        "accumulation is whole. Use 8, or another train.micro_batch_size.",
     ),
     # checkpoint
     ("checkpoint.resume=latest", "checkpoint.resume=latest must be auto, never, or the path of a step folder."),

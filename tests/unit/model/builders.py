@@ -60,7 +60,8 @@ def plain_decoder(
         rope_theta=sizes.rope_theta,
         norm_eps=sizes.norm_eps,
         tie_embeddings=sizes.tie_embeddings,
-        make_moe=lambda: plain_moe(sizes, backend=backend, aux_loss=aux_loss),
+        qk_norm=sizes.qk_norm,
+        make_moe=lambda _layer: plain_moe(sizes, backend=backend, aux_loss=aux_loss),
     )
     initialise(model, seed=seed, init_std=sizes.init_std, num_layers=sizes.num_layers)
     return model

@@ -1,4 +1,4 @@
-"""Logits, loss and gradients equal those of transformers' Mixtral with the same weights."""
+"""Logits, loss and gradients equal those of transformers' Mixtral and Qwen3-MoE with the same weights."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from moe_framework.model.decoder import IGNORE_INDEX, Decoder
 from tests.unit.model.builders import plain_decoder, relative_difference
 
 pytest.importorskip("transformers", reason="needs the hf extra")
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 TOLERANCE = 1e-5
 SIZES = ModelConfig(
@@ -37,6 +37,8 @@ NAMES = {
     "attention.k_proj.weight": "self_attn.k_proj.weight",
     "attention.v_proj.weight": "self_attn.v_proj.weight",
     "attention.o_proj.weight": "self_attn.o_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
     "moe_norm.weight": "post_attention_layernorm.weight",
     "moe.router.weight": "mlp.gate.weight",
     "moe.experts.gate_up": "mlp.experts.gate_up_proj",
@@ -52,8 +54,10 @@ def their_name(name: str) -> str:
 
 
 def their_model(sizes: ModelConfig) -> Any:
-    make_config: Any = MixtralConfig  # its signature leaves out what every config takes
+    # Their signatures leave out what every config takes.
+    make_config: Any = Qwen3MoeConfig if sizes.qk_norm else MixtralConfig
     config = make_config(
+        **({"moe_intermediate_size": sizes.intermediate_size, "norm_topk_prob": True} if sizes.qk_norm else {}),
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.intermediate_size,
@@ -71,7 +75,7 @@ def their_model(sizes: ModelConfig) -> Any:
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    return MixtralForCausalLM(config).float()
+    return (Qwen3MoeForCausalLM if sizes.qk_norm else MixtralForCausalLM)(config).float()
 
 
 def pair(sizes: ModelConfig, backend: str) -> tuple[Decoder, Any]:
@@ -88,10 +92,18 @@ def pair(sizes: ModelConfig, backend: str) -> tuple[Decoder, Any]:
     return ours, theirs
 
 
-@pytest.fixture(params=[("loop", False), ("grouped_mm", False), ("grouped_mm", True)], ids=str)
+KINDS = {
+    "mixtral-loop": ("loop", {}),
+    "mixtral": ("grouped_mm", {}),
+    "mixtral-tied": ("grouped_mm", {"tie_embeddings": True}),
+    "qwen3-moe": ("grouped_mm", {"qk_norm": True, "norm_eps": 1e-6}),
+}
+
+
+@pytest.fixture(params=KINDS)
 def models(request: pytest.FixtureRequest) -> tuple[Decoder, Any]:
-    backend, tied = request.param
-    return pair(replace(SIZES, tie_embeddings=tied), backend)
+    backend, options = KINDS[request.param]
+    return pair(replace(SIZES, **options), backend)
 
 
 @pytest.fixture

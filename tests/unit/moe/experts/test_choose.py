@@ -1,33 +1,39 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from moe_framework.errors import ConfigError
-from moe_framework.moe.experts.choose import choose_experts
-from moe_framework.moe.experts.grouped_mm import unsupported_reason
+from moe_framework.errors import ConfigError, MoeFrameworkError
+from moe_framework.moe.experts import choose
+from moe_framework.moe.experts.choose import EMULATED, ExpertShape, choose_experts, make_backend
+from moe_framework.moe.experts.grouped_mm import grouped_mm_experts, unsupported_reason
+from moe_framework.moe.experts.mxfp8_emulated import mxfp8_emulated_experts
+from moe_framework.precision.policy import PrecisionPolicy, precision_policy
 
-FP32_CPU = {"dtype": torch.float32, "device_type": "cpu"}
+CPU = torch.device("cpu")
+SHAPE = ExpertShape(num_local_experts=2, hidden_size=32, intermediate_size=64, num_rows=128)
+FP32 = precision_policy("fp32", CPU)
+BF16 = precision_policy("bf16", CPU)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "named"),
+    ("sizes", "policy", "named"),
     [
-        ({"hidden_size": 34, "intermediate_size": 32}, torch.float32, "hidden_size=34 is no multiple of 4"),
-        ({"hidden_size": 32, "intermediate_size": 30}, torch.float32, "intermediate_size=30 is no multiple of 4"),
-        ({"hidden_size": 36, "intermediate_size": 32}, torch.bfloat16, "hidden_size=36 is no multiple of 8"),
+        ({"hidden_size": 34}, FP32, "hidden_size=34 is no multiple of 4"),
+        ({"intermediate_size": 30}, FP32, "intermediate_size=30 is no multiple of 4"),
+        ({"hidden_size": 36}, BF16, "hidden_size=36 is no multiple of 8"),
     ],
 )
-def test_unaligned_sizes_are_named(sizes: dict[str, int], dtype: torch.dtype, named: str):
-    reason = unsupported_reason(**sizes, dtype=dtype, device_type="cpu")
-    assert reason is not None
-    assert named in reason
+def test_unaligned_sizes_are_named(sizes: dict[str, int], policy: PrecisionPolicy, named: str):
+    shape = replace(SHAPE, **sizes)
     with pytest.raises(
         ConfigError, match=rf"experts\.backend=grouped_mm cannot be used: {named}.*experts\.backend=auto"
     ):
-        choose_experts("grouped_mm", **sizes, dtype=dtype, device_type="cpu")
-    name, why = choose_experts("auto", **sizes, dtype=dtype, device_type="cpu")
-    assert name == "loop"
-    assert named in why
-    assert choose_experts("loop", **sizes, dtype=dtype, device_type="cpu")[0] == "loop"
+        choose_experts("grouped_mm", shape, policy, CPU)
+    automatic = choose_experts("auto", shape, policy, CPU)
+    assert automatic.name == "loop"
+    assert named in automatic.reason
+    assert choose_experts("loop", shape, policy, CPU).name == "loop"
 
 
 def test_grouped_mm_is_refused_for_what_the_cuda_kernel_does_not_take():
@@ -42,8 +48,38 @@ def test_what_is_called_unaligned_is_what_torch_refuses():
         torch.nn.functional.grouped_mm(torch.ones(2, 5), torch.ones(1, 5, 4), offs=torch.tensor([2], dtype=torch.int32))
 
 
-def test_auto_takes_grouped_mm_where_it_can():
-    name, why = choose_experts("auto", hidden_size=32, intermediate_size=36, **FP32_CPU)
-    assert name == "grouped_mm"
-    assert why
-    assert choose_experts("grouped_mm", hidden_size=32, intermediate_size=36, **FP32_CPU)[0] == "grouped_mm"
+def test_auto_takes_grouped_mm_on_a_cpu_and_says_why_not_te():
+    automatic = choose_experts("auto", SHAPE, FP32, CPU)
+    assert automatic.name == "grouped_mm"
+    assert "te cannot be used: Transformer Engine needs a CUDA device" in automatic.reason
+    assert make_backend("grouped_mm", SHAPE, FP32) is grouped_mm_experts
+
+
+def test_te_on_a_cpu_is_refused():
+    with pytest.raises(ConfigError, match=r"experts\.backend=te cannot be used: Transformer Engine needs a CUDA"):
+        choose_experts("te", SHAPE, BF16, CPU)
+
+
+def test_te_without_its_package_is_a_dependency_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MoeFrameworkError, match="transformer_engine, which failed to import") as caught:
+        choose_experts("te", SHAPE, BF16, torch.device("cuda"))
+    assert type(caught.value).__name__ == "DependencyError"
+
+
+def test_auto_takes_the_faster_of_two_and_shows_both_times(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    for times, winner in (({"te": 2.0, "grouped_mm": 3.0}, "te"), ({"te": 9.0, "grouped_mm": 3.0}, "grouped_mm")):
+        monkeypatch.setattr(choose, "milliseconds", lambda make, times=times, **_: times[make.args[0]])
+        chosen = choose_experts("auto", SHAPE, BF16, torch.device("cuda"))
+        assert chosen.name == winner
+        assert f"te in bf16 {times['te']:.2f} ms" in chosen.reason
+        assert "grouped_mm in bf16 3.00 ms" in chosen.reason
+
+
+def test_emulation_is_computed_by_its_own_backend_alone():
+    policy = precision_policy(EMULATED, CPU)
+    assert choose_experts("auto", SHAPE, policy, CPU).name == EMULATED
+    assert make_backend(EMULATED, SHAPE, policy) is mxfp8_emulated_experts
+    with pytest.raises(ConfigError, match="would not be emulated"):
+        choose_experts("grouped_mm", SHAPE, policy, CPU)
