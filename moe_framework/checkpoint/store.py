@@ -1,11 +1,12 @@
 """The checkpoint store: saves in the background, publishes when durable, loads into any layout."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from moe_framework.checkpoint.manifest import Manifest
 from moe_framework.checkpoint.ranks import Ranks
 from moe_framework.checkpoint.save import SaveJob, write_step
 from moe_framework.checkpoint.staging import stage
+from moe_framework.errors import CheckpointError
+
+_logger = logging.getLogger(__name__)
 
 
 class CheckpointStore:
@@ -130,6 +134,25 @@ class CheckpointStore:
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
+
+    def __enter__(self) -> Self:
+        """Return the store."""
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        """Close the store. After an error too the save in the background is completed, so that nothing is lost.
+
+        Raises:
+            CheckpointError: The save failed, and there was no error before; the same on every rank.
+
+        Collective: the store's group; every rank must call.
+        """
+        try:
+            self.close()
+        except CheckpointError as error:
+            if error_type is None:
+                raise
+            _logger.warning("%s", error)
 
     def latest_step(self) -> Path | None:
         """Folder of the newest complete step, or None.

@@ -47,7 +47,8 @@ def train(training: Training, position: Position, reporter: Reporter) -> None:
             training.store.poll()
             if _due(step, config.eval.every) and step < config.train.max_steps:
                 reporter.heldout(step, evaluate_heldout(training, config.eval.max_rows))
-            if num_bad == 0 and (_due(step, config.checkpoint.every) or step == config.train.max_steps):
+            last = step == config.train.max_steps
+            if last or (num_bad == 0 and _due(step, config.checkpoint.every)):
                 save(training, Position(step, loader.consumed_samples))
                 reporter.saved(step, training.store.save_stall_s)
     training.store.wait()

@@ -72,19 +72,26 @@ def resume(training: Training) -> Position:
 
     Collective: the world; every rank must call.
     """
+    step_dir = _step_to_resume(training)
+    if step_dir is not None:
+        return _load(training, step_dir)
+    if training.config.checkpoint.init_from is not None:
+        _load_weights(training, Path(training.config.checkpoint.init_from))
+    return Position()
+
+
+def _step_to_resume(training: Training) -> Path | None:
     config = training.config
+    if config.checkpoint.resume not in ("auto", "never"):
+        # Without a look at the other steps, so that a damaged one can be left out.
+        return Path(config.checkpoint.resume)
     latest = training.store.latest_step()
     if config.checkpoint.resume == "never" and latest is not None:
         raise ConfigError(
             f"checkpoint.resume=never: {checkpoint_dir(config)} has {latest.name}, which would be overwritten. "
             "Set another run.name or checkpoint.ckpt_dir, or checkpoint.resume=auto."
         )
-    step_dir = latest if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
-    if step_dir is not None:
-        return _load(training, step_dir)
-    if config.checkpoint.init_from is not None:
-        _load_weights(training, Path(config.checkpoint.init_from))
-    return Position()
+    return latest
 
 
 def _load(training: Training, step_dir: Path) -> Position:

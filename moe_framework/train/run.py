@@ -1,10 +1,13 @@
 """A whole run: start the ranks' process group, build, resume, train, evaluate, summarise."""
 
+import contextlib
+import errno
 import logging
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,14 +20,14 @@ from moe_framework.data.markov import markov_losses
 from moe_framework.data.packing import split_regions
 from moe_framework.distributed.collectives import raise_together
 from moe_framework.distributed.runtime import Runtime, launch_environment, start
-from moe_framework.errors import ConfigError
+from moe_framework.errors import ConfigError, MoeFrameworkError
 from moe_framework.observe.metrics import write_json_atomic, write_text_atomic
 from moe_framework.observe.throughput import flops_per_token, peak_flops, peak_rss_bytes
 from moe_framework.precision.modes import compute_format
-from moe_framework.train.build import Training, build_training, run_dir
+from moe_framework.train.build import Training, build_training, checkpoint_dir, run_dir
 from moe_framework.train.loop import evaluate_heldout, train
 from moe_framework.train.model import count_parameters
-from moe_framework.train.persist import resume
+from moe_framework.train.persist import Position, resume
 from moe_framework.train.report import Reporter
 
 logger = logging.getLogger(__name__)
@@ -47,27 +50,16 @@ def run(config: Config) -> int:
     launch = launch_environment()
     _log_to_stderr(enabled=launch.rank == 0)
     with start(launch, config.device, deterministic=config.train.deterministic) as runtime:
-        directory = run_dir(config)
-        _prepare(directory, config, runtime)
+        _together(lambda: _make_directories(config) if runtime.is_main else None)
         training = build_training(config, runtime)
-        position = resume(training)
-        reporter = Reporter(
-            config,
-            runtime,
-            directory,
-            first_step=position.step,
-            mfu_per_token_rate=_mfu_per_token_rate(training) if runtime.is_main else 0.0,
-        )
-        try:
-            train(training, position, reporter)
-            heldout_loss = evaluate_heldout(training)
-            peak_rss = torch.tensor(peak_rss_bytes())
-            dist.all_reduce(peak_rss, op=dist.ReduceOp.MAX, group=runtime.checkpoint_group)
-            baselines = _baselines(training) if runtime.is_main else {}
-            reporter.summarise({"heldout_loss": heldout_loss} | baselines | {"peak_rss_bytes": peak_rss.item()})
-        finally:
-            reporter.close()
-        training.store.close()
+        with training.store:
+            position = resume(training)
+            reporter = _together(lambda: _start_records(training, position))
+            try:
+                train(training, position, reporter)
+                _summarise(training, reporter)
+            finally:
+                reporter.close()
     return 0
 
 
@@ -80,20 +72,62 @@ def _log_to_stderr(*, enabled: bool) -> None:
     package.propagate = False
 
 
-def _prepare(directory: Path, config: Config, runtime: Runtime) -> None:
-    """Make the run's folder and write what it is about to do, before any long work."""
-    error = None
-    if runtime.is_main:
-        try:
+def _together[T](action: Callable[[], T]) -> T:
+    """Return what an action gives on this rank; if a user's mistake stops it on one rank, every rank says so."""
+    result, error = None, None
+    try:
+        result = action()
+    except MoeFrameworkError as caught:
+        error = caught
+    raise_together(error)
+    return result  # pyright: ignore[reportReturnType]  # set, since nothing was raised
+
+
+def _make_directories(config: Config) -> None:
+    """Make the folders of the run and of its checkpoints, before any long work."""
+    folders = [("run.dir", config.run.dir, run_dir(config))]
+    if config.checkpoint.ckpt_dir is not None:
+        folders.append(("checkpoint.ckpt_dir", config.checkpoint.ckpt_dir, checkpoint_dir(config)))
+    for key, value, directory in folders:
+        with _writing(key, value, directory):
             directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "not writable")
+
+
+@contextlib.contextmanager
+def _writing(key: str, value: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={value}: cannot write {path} ({os.strerror(error.errno or 0)}). "
+            f"Set {key} to a folder that can be written."
+        ) from error
+
+
+def _start_records(training: Training, position: Position) -> Reporter:
+    """Write what the run is. Only after resuming, so that a refused start leaves the records of the run before it."""
+    config, runtime, directory = training.config, training.runtime, run_dir(training.config)
+    with _writing("run.dir", config.run.dir, directory):
+        if runtime.is_main:
             write_text_atomic(directory / "config.yaml", to_yaml(config))
             write_json_atomic(directory / "run.json", _record(runtime))
-        except OSError as caught:
-            error = ConfigError(
-                f"run.dir={config.run.dir}: cannot write {directory} ({os.strerror(caught.errno or 0)}). "
-                "Set run.dir to a folder that can be written."
-            )
-    raise_together(error)
+        return Reporter(
+            config,
+            runtime,
+            directory,
+            first_step=position.step,
+            mfu_per_token_rate=_mfu_per_token_rate(training) if runtime.is_main else 0.0,
+        )
+
+
+def _summarise(training: Training, reporter: Reporter) -> None:
+    heldout_loss = evaluate_heldout(training)
+    peak_rss = torch.tensor(peak_rss_bytes())
+    dist.all_reduce(peak_rss, op=dist.ReduceOp.MAX, group=training.runtime.checkpoint_group)
+    baselines = _baselines(training) if training.runtime.is_main else {}
+    reporter.summarise({"heldout_loss": heldout_loss} | baselines | {"peak_rss_bytes": peak_rss.item()})
 
 
 def _record(runtime: Runtime) -> dict:

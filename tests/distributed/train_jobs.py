@@ -1,0 +1,257 @@
+"""What the ranks of the training tests run: the real entry point, whole or cut off, watched from outside.
+
+Each job leaves the pool's process group, because a run starts its own, and calls `train_fsdp2_ep.main`, so that the
+exit code and the printed text are those of the documented command.
+"""
+
+import contextlib
+import hashlib
+import io
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import train_fsdp2_ep
+from moe_framework.checkpoint.state import optimizer_step
+from moe_framework.data.loader import Batch, TrainLoader
+from moe_framework.data.packing import Rows
+from moe_framework.train import loop, step
+from moe_framework.train import run as run_module
+from moe_framework.train.build import Training
+from moe_framework.train.persist import Position
+
+
+class Ended(NamedTuple):
+    """How a command ended on one rank.
+
+    Attributes:
+        code: Exit code; None if the run was cut off.
+        text: Standard error.
+    """
+
+    code: int | None
+    text: str
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a run.
+
+    Attributes:
+        rows: By step, the digest of the inputs and targets of each of this rank's samples, by sample index.
+        digests: By step, a digest of all parameters of the model after it.
+        start: Where the run started, or None if it did not get so far.
+        ended: How it ended.
+    """
+
+    rows: dict[int, dict[int, str]] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    start: Position | None = None
+    ended: Ended | None = None
+
+
+class CutOffError(BaseException):
+    """Ends a run from inside; no handler of the framework's takes it for an error of its own."""
+
+
+def command(arguments: list[str]) -> Ended:
+    """Run the entry point with these arguments."""
+    world_size = dist.get_world_size()
+    if world_size > 1:
+        dist.barrier()
+    dist.destroy_process_group()
+    text, code = io.StringIO(), None
+    with (
+        _logging_restored(),
+        contextlib.redirect_stderr(text),
+        contextlib.redirect_stdout(io.StringIO()),
+        mock.patch.object(train_fsdp2_ep, "SILENT_EXIT_DELAY_S", 0.0),
+        contextlib.suppress(CutOffError),
+    ):
+        code = train_fsdp2_ep.main(arguments)
+    return Ended(code, text.getvalue())
+
+
+def watch(arguments: list[str], *, stop_after: int | None = None, wait_for_save: bool = True) -> Seen:
+    """Run the entry point and look on.
+
+    Args:
+        arguments: Its arguments.
+        stop_after: The step after which every rank is cut off; None for no cut.
+        wait_for_save: Cut off only when no save is in the background.
+    """
+    seen = Seen()
+    real_train, real_step, real_next = run_module.train, loop.train_step, TrainLoader.next_step
+    training: Any = None
+    first = 1
+
+    def train(started: Training, position: Position, reporter: Any) -> None:
+        nonlocal training, first
+        training, seen.start, first = started, position, position.step + 1
+        real_train(started, position, reporter)
+
+    def next_step(loader: TrainLoader) -> list[Batch]:
+        number = first + len(seen.rows)
+        if number - 1 == stop_after:
+            if wait_for_save:
+                training.store.wait()
+            dist.barrier()
+            raise CutOffError
+        batches = real_next(loader)
+        seen.rows[number] = {sample: text for batch in batches for sample, text in _row_digests(batch).items()}
+        return batches
+
+    def train_step(model: Any, *args: Any, **kwargs: Any) -> step.StepResult:
+        result = real_step(model, *args, **kwargs)
+        seen.digests[first - 1 + len(seen.rows)] = parameter_digest(model)
+        return result
+
+    with (
+        mock.patch.object(run_module, "train", train),
+        mock.patch.object(loop, "train_step", train_step),
+        mock.patch.object(TrainLoader, "next_step", next_step),
+    ):
+        seen.ended = command(arguments)
+    return seen
+
+
+def start_only(arguments: list[str]) -> tuple[Position, int, dict[str, Tensor], str]:
+    """Start a run, stop it before its first step, and return where it stands.
+
+    Returns:
+        The position, the optimizer's steps, the whole parameters, and what was printed.
+    """
+    found: list[Any] = []
+
+    def train(training: Training, position: Position, reporter: Any) -> None:
+        parameters = {name: _whole(p) for name, p in training.model.named_parameters()}
+        found.extend((position, optimizer_step(training.optimizer), parameters))
+        raise CutOffError
+
+    with mock.patch.object(run_module, "train", train):
+        ended = command(arguments)
+    assert found, ended
+    return found[0], found[1], found[2], ended.text
+
+
+def draw_after_saving(arguments: list[str], step_number: int) -> list[float]:
+    """Run until a step is saved, each rank with random generators of its own; return what they give next."""
+    drawn: list[float] = []
+    real_save = loop.save
+    _seed(100 + dist.get_rank())
+
+    def save(training: Training, position: Position) -> None:
+        _draw()  # so that the generators are not where they were at the start
+        real_save(training, position)
+        if position.step == step_number:
+            drawn.extend(_draw())
+            training.store.wait()
+            dist.barrier()
+            raise CutOffError
+
+    with mock.patch.object(loop, "save", save):
+        command(arguments)
+    return drawn
+
+
+def draw_after_resuming(arguments: list[str]) -> list[float]:
+    """Resume a run and return what this rank's random generators give next."""
+    drawn: list[float] = []
+    _seed(0)
+
+    def train(training: Training, position: Position, reporter: Any) -> None:
+        drawn.extend(_draw())
+        raise CutOffError
+
+    with mock.patch.object(run_module, "train", train):
+        command(arguments)
+    return drawn
+
+
+def data_ends_early(arguments: list[str], *, on_rank: int, at_step: int, error: type[Exception]) -> Ended:
+    """Run the entry point; from a step on, the rows of one rank cannot be read."""
+    real = Rows.materialise
+    num_rows_left = (at_step - 1) * _rows_per_step(arguments)
+    rank = dist.get_rank()
+
+    def materialise(rows: Rows, row: int, reverse_complement: bool = False) -> Any:
+        nonlocal num_rows_left
+        if rank == on_rank and num_rows_left == 0:
+            raise error
+        num_rows_left -= 1
+        return real(rows, row, reverse_complement)
+
+    with mock.patch.object(Rows, "materialise", materialise):
+        return command(arguments)
+
+
+def diverge(arguments: list[str], *, bad_steps: list[int], on_rank: int) -> Seen:
+    """Run the entry point; the loss of one rank is NaN in some steps."""
+    real = step.forward
+    rank, current = dist.get_rank(), 0
+    real_counts = loop.agree_on_counts
+
+    def agree_on_counts(*args: Any) -> step.StepCounts:
+        nonlocal current
+        current += 1
+        return real_counts(*args)
+
+    def forward(*args: Any) -> Any:
+        output = real(*args)
+        bad = current in bad_steps and rank == on_rank
+        return output._replace(loss=output.loss * float("nan")) if bad else output
+
+    with mock.patch.object(loop, "agree_on_counts", agree_on_counts), mock.patch.object(step, "forward", forward):
+        return watch(arguments)
+
+
+def parameter_digest(model: torch.nn.Module) -> str:
+    """SHA-256 of this rank's part of every parameter."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        digest.update(local.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _row_digests(batch: Batch) -> dict[int, str]:
+    pairs = zip(batch.sample_ids, batch.tokens, batch.targets, strict=True)
+    return {sample: hashlib.sha256(torch.stack([x, y]).numpy().tobytes()).hexdigest() for sample, x, y in pairs}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _rows_per_step(arguments: list[str]) -> int:
+    chosen = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    return int(chosen["train.global_batch_size"]) // dist.get_world_size()
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def _draw() -> list[float]:
+    return [torch.rand(()).item(), float(np.random.random()), random.random()]
+
+
+@contextlib.contextmanager
+def _logging_restored() -> Iterator[None]:
+    package = logging.getLogger("moe_framework")
+    before = list(package.handlers), package.level, package.propagate
+    try:
+        yield
+    finally:
+        package.handlers, package.level, package.propagate = before

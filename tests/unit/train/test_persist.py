@@ -1,0 +1,136 @@
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_framework.checkpoint.state import optimizer_step
+from moe_framework.config.schema import Config
+from moe_framework.distributed.runtime import Runtime
+from moe_framework.errors import CheckpointError, ConfigError
+from moe_framework.train.build import Training, build_training, checkpoint_dir, run_dir
+from moe_framework.train.persist import Position, resume, save
+from tests.helpers.one_rank import one_rank, tiny_config
+from tests.unit.checkpoint.steps import edit_manifest
+
+POSITION = Position(step=3, consumed_samples=12)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with one_rank() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def saved(runtime: Runtime, tmp_path_factory) -> tuple[Path, Config, Training]:
+    """A run's folder, configuration and objects, with one save."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = tiny_config(folder, "checkpoint.async_save=false")
+    training = build_training(config, runtime)
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.mul_(1.5)
+    random.seed(11)
+    save(training, POSITION)
+    return folder, config, training
+
+
+def changed(config: Config, section: str, **values: object) -> Config:
+    return replace(config, **{section: replace(getattr(config, section), **values)})
+
+
+def test_resume_gives_back_position_weights_and_random_state(saved, runtime: Runtime):
+    _, config, training = saved
+    other = build_training(config, runtime)
+    random.seed(11)
+    expected = random.random()
+    random.seed(12)
+    assert resume(other) == POSITION
+    assert random.random() == expected
+    assert optimizer_step(other.optimizer) == 0
+    pairs = zip(other.model.parameters(), training.model.parameters(), strict=True)
+    assert all(torch.equal(one.to_local(), two.to_local()) for one, two in pairs)  # pyright: ignore
+
+
+def test_random_state_of_another_number_of_ranks_is_left_alone(saved, runtime: Runtime):
+    config = saved[1]
+    two_ranks = replace(runtime, launch=replace(runtime.launch, world_size=2))
+    random.seed(12)
+    expected = random.Random(12).random()
+    assert resume(replace(build_training(config, runtime), runtime=two_ranks)) == POSITION
+    assert random.random() == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("model", {"init_std": 0.9, "max_positions": 4096}),
+        ("optim", {"lr": 1.0, "clip_norm": 0.0}),
+        ("train", {"max_steps": 99, "global_batch_size": 8, "micro_batch_size": 2}),
+        ("moe", {"aux_loss_coeff": 0.5}),
+        ("experts", {"backend": "loop"}),
+    ],
+)
+def test_what_may_change_between_two_starts_is_accepted(saved, runtime: Runtime, section: str, values: dict):
+    assert resume(build_training(changed(saved[1], section, **values), runtime)) == POSITION
+
+
+def test_every_difference_is_named_with_both_values(saved, runtime: Runtime):
+    config = changed(changed(saved[1], "model", top_k=1, rope_theta=7.0), "train", seed=4)
+    with pytest.raises(CheckpointError) as caught:
+        resume(build_training(config, runtime))
+    text = str(caught.value)
+    assert text.startswith("step_00000003: saved with another configuration: ")
+    for difference in (
+        "model.top_k was 2, now 1",
+        "model.rope_theta was 10000.0, now 7.0",
+        "train.seed was 0, now 4",
+    ):
+        assert difference in text
+    assert text.count(" was ") == 3
+
+
+def test_same_sequences_under_another_name_are_the_same_data(saved, runtime: Runtime, tmp_path: Path):
+    folder, config, _ = saved
+    moved = tmp_path / "moved.fa"
+    moved.write_bytes((folder / "genome.fa").read_bytes())
+    assert resume(build_training(changed(config, "data", path=str(moved)), runtime)) == POSITION
+
+
+@pytest.mark.parametrize("state", [{}, {"position": {}, "data": {}, "config": {"model": {}}}, {"config": None}])
+def test_a_step_that_no_run_saved_is_refused(saved, runtime: Runtime, tmp_path: Path, state: dict):
+    _, config, _ = saved
+    step_dir = tmp_path / "step_00000003"
+    step_dir.mkdir()
+    for path in (checkpoint_dir(config) / step_dir.name).iterdir():
+        (step_dir / path.name).write_bytes(path.read_bytes())
+    edit_manifest(step_dir, state=state)
+    with pytest.raises(CheckpointError, match="step_00000003"):
+        resume(build_training(changed(config, "checkpoint", resume=str(step_dir)), runtime))
+
+
+def test_manifest_says_what_was_run(saved):
+    _, config, _ = saved
+    state = json.loads((checkpoint_dir(config) / "step_00000003/manifest.json").read_text())["state"]
+    assert state.keys() == {"position", "optimizer_step", "data", "layout", "config"}
+    assert state["position"] == {"step": 3, "consumed_samples": 12}
+    assert state["layout"] == {"dp": 1, "ep": 1, "tp": 1, "dp_replicate": 1, "expert_tp": 1, "world_size": 1}
+    assert state["config"]["model"]["top_k"] == 2
+
+
+def test_never_is_refused_only_where_a_step_is(saved, runtime: Runtime, tmp_path: Path):
+    never = changed(saved[1], "checkpoint", resume="never")
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume=never: .*step_00000003"):
+        resume(build_training(never, runtime))
+    assert resume(build_training(changed(never, "checkpoint", ckpt_dir=str(tmp_path)), runtime)) == (0, 0)
+
+
+def test_checkpoints_are_in_the_run_unless_told_otherwise():
+    config = changed(Config(), "run", dir="/runs", name="one")
+    assert run_dir(config) == Path("/runs/one")
+    assert checkpoint_dir(config) == Path("/runs/one/checkpoints")
+    assert checkpoint_dir(changed(config, "checkpoint", ckpt_dir="/ckpt")) == Path("/ckpt")

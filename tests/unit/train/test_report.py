@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_framework.config.schema import Config, TrainConfig
+from moe_framework.distributed.runtime import LaunchEnvironment, Runtime
+from moe_framework.train.report import Reporter
+from moe_framework.train.step import StepCounts, StepResult
+
+COUNTS = StepCounts(num_targets=90, num_tokens=100)
+RESULT = StepResult(
+    loss=1.25,
+    aux_loss=1.5,
+    z_loss=4.0,
+    grad_norm=0.5,
+    applied=True,
+    tokens_per_expert_LE=torch.tensor([[150, 50], [100, 100]]),
+    entropy_L=torch.tensor([60.0, 50.0]),
+)
+NO_GROUP: Any = None
+
+
+def reporter(directory: Path, *, rank: int = 0, first_step: int = 0) -> Reporter:
+    runtime = Runtime(LaunchEnvironment(rank=rank, world_size=2), torch.device("cpu"), NO_GROUP)
+    config = Config(train=TrainConfig(max_steps=10, log_every=2))
+    return Reporter(config, runtime, directory, first_step=first_step, mfu_per_token_rate=1e-3)
+
+
+def lines(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def record(own: Reporter, step: int, result: StepResult = RESULT) -> None:
+    own.start_step()
+    own.end_step(step, result, COUNTS, 3e-4)
+
+
+def test_a_line_says_what_the_step_did(tmp_path):
+    own = reporter(tmp_path)
+    record(own, 1)
+    record(own, 2, replace_result(loss=float("nan"), applied=False))
+    own.close()
+    first, second = lines(tmp_path)
+    rate = first["tokens_per_second"]
+    assert rate > 0
+    assert first == {
+        "step": 1,
+        "loss": 1.25,
+        "lr": 3e-4,
+        "grad_norm": 0.5,
+        "tokens_per_second": rate,
+        "mfu": rate * 1e-3,
+        "aux_loss": 1.5,
+        "z_loss": 4.0,
+        "max_over_mean_load": 1.5,
+        "peak_memory_bytes": first["peak_memory_bytes"],
+        "tokens": 100,
+    }
+    assert second["skipped"] is True
+    assert second["loss"] is None
+    assert second.keys() - first.keys() == {"skipped"}
+
+
+def replace_result(**changes: Any) -> StepResult:
+    return RESULT._replace(**changes)
+
+
+def test_summary_has_the_rate_of_all_steps_and_the_given_figures(tmp_path, capsys):
+    own = reporter(tmp_path)
+    for step in (1, 2, 3):
+        record(own, step)
+    own.summarise({"heldout_loss": 1.3, "peak_rss_bytes": 123456})
+    own.close()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary) == ["heldout_loss", "peak_rss_bytes", "tokens_per_second", "wall_s"]
+    rates = [line["tokens_per_second"] for line in lines(tmp_path)]
+    assert summary["tokens_per_second"] == pytest.approx(3 / sum(1 / rate for rate in rates))
+    assert 0 < summary["wall_s"] < 60
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert printed.startswith("heldout_loss=1.3000  peak_rss_bytes=123,456  tokens_per_second=")
+
+
+def test_a_run_without_steps_has_no_rate(tmp_path):
+    own = reporter(tmp_path, first_step=10)
+    own.summarise({})
+    own.close()
+    assert json.loads((tmp_path / "summary.json").read_text())["tokens_per_second"] is None
+
+
+def test_a_skipped_step_is_told(tmp_path, capsys):
+    own = reporter(tmp_path)
+    record(own, 1, replace_result(applied=False, grad_norm=float("inf")))
+    own.heldout(1, 1.4)
+    own.close()
+    printed = capsys.readouterr().out
+    assert "step 1: loss or gradient norm not finite; the update was skipped" in printed
+    assert "step 1: held-out loss 1.4000" in printed
+
+
+def test_only_rank_0_writes(tmp_path, capsys):
+    own = reporter(tmp_path, rank=1)
+    record(own, 1)
+    own.heldout(1, 1.4)
+    own.saved(1, 0.1)
+    own.summarise({"heldout_loss": 1.4})
+    own.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_resumed_run_drops_the_lines_that_it_repeats(tmp_path):
+    own = reporter(tmp_path)
+    for step in (1, 2, 3, 4):
+        record(own, step)
+    own.close()
+    own = reporter(tmp_path, first_step=2)
+    record(own, 3, replace_result(loss=9.0))
+    own.close()
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1.25), (2, 1.25), (3, 9.0)]
