@@ -140,7 +140,7 @@ def test_dry_run_prints_configuration_and_sizes_without_torch(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "  dry_run: true\n" in done.stdout
     assert "ranks: 1 (dp=1, ep=1, tp=1)\n" in done.stdout
-    assert "a step: 16 rows, 8,192 tokens, 2 micro-steps" in done.stdout
+    assert "a step: 16 rows, 8,192 tokens, 4 micro-steps" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

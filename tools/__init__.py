@@ -1,0 +1,1 @@
+"""Commands around training; each runs as `python tools/NAME.py` from the repository's root."""

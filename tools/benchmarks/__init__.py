@@ -1,0 +1,1 @@
+"""The measurements behind `tools/benchmark.py`, and what they share: timing, progress, report, chart."""

@@ -1,0 +1,65 @@
+"""Starting the ranks of a comparison as processes of this machine, without a launcher."""
+
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+TIMEOUT = timedelta(minutes=5)
+RESULT_FILE = "result.pickle"
+
+
+def run_on_ranks(function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any) -> Any:
+    """Call a function in new processes that form a process group: gloo on CPU, NCCL on CUDA, a GPU each.
+
+    Args:
+        function: At the top level of its module; called with (group, device, *arguments) on every rank.
+        num_ranks: Ranks; on CUDA at most the GPUs of this machine.
+        device_type: `cpu` or `cuda`.
+        arguments: Must be picklable.
+
+    Returns:
+        What rank 0 returned.
+
+    Raises:
+        ProcessRaisedException: A rank raised; the text has its traceback. The other ranks are ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
+        spawn(_rank_main, (num_ranks, device_type, folder, function, arguments), nprocs=num_ranks)
+        # Written by our own rank 0 into a folder that only this user can write.
+        return pickle.loads((Path(folder) / RESULT_FILE).read_bytes())
+
+
+def _rank_main(
+    rank: int, num_ranks: int, device_type: str, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    # One thread per rank: the ranks share this machine's cores.
+    torch.set_num_threads(1)
+    on_cuda = device_type == "cuda"
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=TIMEOUT,
+        device_id=device if on_cuda else None,
+    )
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        result = function(group, device, *arguments)
+        if rank == 0:
+            (Path(folder) / RESULT_FILE).write_bytes(pickle.dumps(result))
+        # Without it a rank may tear its connections down while another is still in a collective (torch 2.11).
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
