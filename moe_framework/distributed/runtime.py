@@ -140,6 +140,11 @@ def start(
     import torch
     import torch.distributed as dist
 
+    # Its functions take the default group as a default argument, evaluated at import. Imported after the group is
+    # made (torch does so itself, at the first dispatch mode), it keeps the group alive past its destruction, and
+    # gloo's threads then can abort the process at exit (torch 2.11).
+    import torch.distributed.nn.functional
+
     torch.use_deterministic_algorithms(deterministic)
     torch_device = resolve_device(device, launch.local_rank)
     on_cuda = torch_device.type == "cuda"

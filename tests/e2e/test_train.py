@@ -71,7 +71,7 @@ def test_sanity_learns_and_measures_every_step(sanity):
     assert list(losses(sanity[0])) == list(range(1, 7))
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert all(line["tokens"] == 16 * 512 for line in lines)
+    assert all(line["tokens"] == 16 * 256 for line in lines)
     assert [line["lr"] for line in lines[:2]] == pytest.approx([1.5e-3, 3e-3])
 
 
@@ -140,7 +140,7 @@ def test_dry_run_prints_configuration_and_sizes_without_torch(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "  dry_run: true\n" in done.stdout
     assert "ranks: 1 (dp=1, ep=1, tp=1)\n" in done.stdout
-    assert "a step: 16 rows, 8,192 tokens, 4 micro-steps" in done.stdout
+    assert "a step: 16 rows, 4,096 tokens, 4 micro-steps" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

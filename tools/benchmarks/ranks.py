@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Imported before any process group exists: its default arguments keep the group of that moment for good, and torch
+# imports it late, such as for a dispatch mode. The threads of a kept group can abort the interpreter's end (2.11).
+import torch.distributed.nn.functional
 from torch.multiprocessing.spawn import spawn
 
 TIMEOUT = timedelta(minutes=5)
@@ -53,13 +57,12 @@ def _rank_main(
         timeout=TIMEOUT,
         device_id=device if on_cuda else None,
     )
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        result = function(group, device, *arguments)
-        if rank == 0:
-            (Path(folder) / RESULT_FILE).write_bytes(pickle.dumps(result))
-        # Without it a rank may tear its connections down while another is still in a collective (torch 2.11).
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    group = dist.group.WORLD
+    assert group is not None
+    result = function(group, device, *arguments)
+    if rank == 0:
+        (Path(folder) / RESULT_FILE).write_bytes(pickle.dumps(result))
+    # Without it a rank may tear its connections down while another is still in a collective (torch 2.11).
+    dist.barrier()
+    # Not after an error: connections that close early make other ranks fail, whose errors would hide the first.
+    dist.destroy_process_group()

@@ -155,9 +155,9 @@ RULES = [
         "data.seq_length=1025 must be at most model.max_positions=1024. Shorten the rows or raise model.max_positions.",
     ),
     (
-        "data.stride=512",
-        "data.stride=512 is the overlap of consecutive windows, so it must be at least 0 and less than "
-        "data.seq_length=512.",
+        "data.stride=256",
+        "data.stride=256 is the overlap of consecutive windows, so it must be at least 0 and less than "
+        "data.seq_length=256.",
     ),
     # schedule and batch
     (
@@ -166,7 +166,7 @@ RULES = [
     ),
     (
         "train.max_steps=20",
-        "optim.warmup_steps=40 must be at most train.max_steps=20, or the learning rate never reaches its peak. "
+        "optim.warmup_steps=30 must be at most train.max_steps=20, or the learning rate never reaches its peak. "
         "Set optim.warmup_steps=2, or raise train.max_steps.",
     ),
     (
