@@ -141,6 +141,11 @@ def backend_violations(config: Config) -> Iterator[str]:
         )
     if config.experts.backend == "te" and "cpu" in (config.device, config.hardware.target):
         yield "experts.backend=te needs a CUDA device. Set experts.backend=auto."
+    if config.experts.backend in ("loop", "grouped_mm") and config.precision.mode not in ("fp32", "bf16"):
+        yield (
+            f"experts.backend={config.experts.backend} computes in bf16, so precision.mode={config.precision.mode} "
+            f"would not be quantized. Set experts.backend=auto, or precision.mode=bf16."
+        )
     if config.experts.backend != "grouped_mm":
         return
     mode = config.precision.mode

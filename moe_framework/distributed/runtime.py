@@ -7,6 +7,7 @@ validated with `launch_environment()` before torch is loaded.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from moe_framework.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Runtime:
     Attributes:
         launch: Where this process stands.
         device: The device of this rank.
-        checkpoint_group: A gloo group over all ranks for the checkpoint store alone, whose background thread
-            must not share a group with training.
+        checkpoint_group: A gloo group over all ranks for the checkpoint store, whose background thread must not
+            share a group with training.
     """
 
     launch: LaunchEnvironment
@@ -86,32 +90,32 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     return LaunchEnvironment(rank, local_rank, world_size, local_world_size, launched=True)
 
 
-def resolve_device(device: str, local_rank: int) -> torch.device:
-    """Choose this rank's device.
+def resolve_device(device: str, local_rank: int, local_world_size: int = 1) -> torch.device:
+    """Choose this rank's device; the same kind for every rank of a host.
 
     Args:
         device: `cpu`, `cuda`, or `auto`, which is CUDA where this host has a GPU for each local rank.
         local_rank: Rank on this host; the GPU's index.
+        local_world_size: Ranks on this host.
 
     Returns:
         The device.
 
     Raises:
-        ConfigError: CUDA was asked for, and there is none for this rank.
+        ConfigError: CUDA was asked for, and the host has too few GPUs; on each of its ranks.
     """
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and local_rank >= num_gpus:
-        raise ConfigError(f"device=cuda: local rank {local_rank} has no GPU, the host has {num_gpus}. Use device=cpu.")
-    if device == "cuda" or (device == "auto" and num_gpus > 0):
-        if local_rank >= num_gpus:
-            raise ConfigError(
-                f"device=auto: the host has {num_gpus} GPUs for more local ranks. "
-                f"Start at most {num_gpus} ranks a host, or set device=cpu."
-            )
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+    enough = num_gpus >= max(local_world_size, 1)
+    if device == "cuda" and not enough:
+        raise ConfigError(
+            f"device=cuda: the host has {num_gpus} GPUs for {local_world_size} ranks. "
+            f"Start at most {num_gpus} ranks a host, or set device=cpu."
+        )
+    if device == "auto" and num_gpus and not enough and local_rank == 0:
+        logger.warning("device=auto: cpu, since the host has %d GPUs for %d ranks", num_gpus, local_world_size)
+    return torch.device("cuda", local_rank) if device != "cpu" and enough and num_gpus else torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -146,7 +150,7 @@ def start(
     import torch.distributed.nn.functional
 
     torch.use_deterministic_algorithms(deterministic)
-    torch_device = resolve_device(device, launch.local_rank)
+    torch_device = resolve_device(device, launch.local_rank, launch.local_world_size)
     on_cuda = torch_device.type == "cuda"
     if on_cuda:
         torch.cuda.set_device(torch_device)

@@ -136,7 +136,8 @@ class StepTime:
 class StepTimer:
     """Measures steps; what happens between `stop` and the next `start`, such as evaluation, is not counted.
 
-    On a GPU the caller must have synchronised before `stop`, which reading the loss does.
+    On a GPU the caller must have waited for the step's loss before `stop`; kernels enqueued after that, such as the
+    optimizer's, count with the next step.
 
     Args:
         clock: Returns seconds.

@@ -16,7 +16,7 @@ from moe_framework.precision.policy import PrecisionPolicy
 
 
 def apply_fsdp(model: Decoder, mesh: ParallelMesh, precision: PrecisionPolicy) -> None:
-    """Make the embedding, each block's experts, the rest of each block, and the head one unit each.
+    """Make the embedding, each block's experts, its router, the rest of it, and the head one unit each.
 
     Args:
         model: Its experts are DTensors on ep already.
@@ -29,12 +29,16 @@ def apply_fsdp(model: Decoder, mesh: ParallelMesh, precision: PrecisionPolicy) -
         param_dtype=precision.compute_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
 
-    def shard(modules: nn.Module | list[nn.Module], on: DeviceMesh, **options) -> None:
-        fully_shard(modules, mesh=on, mp_policy=policy, **options)  # pyright: ignore[reportArgumentType]
+    exact = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
+
+    def shard(modules: nn.Module | list[nn.Module], on: DeviceMesh, *, mp_policy=policy, **options) -> None:
+        fully_shard(modules, mesh=on, mp_policy=mp_policy, **options)  # pyright: ignore[reportArgumentType]
 
     for block in model.layers:
         # Inside an expert, never across experts: the split of dim 0 is expert parallelism's.
         shard(block.moe.experts, mesh.expert, shard_placement_fn=lambda _: Shard(1))  # pyright: ignore
+        # The router is gathered as its fp32 master: rounded to bf16, small updates would not change its choices.
+        shard(block.moe.router, mesh.dense, mp_policy=exact)  # pyright: ignore
         shard(block, mesh.dense)
     if model.lm_head is not None:
         # A tied embedding is used at both ends, so it stays in the root's unit instead.

@@ -11,11 +11,13 @@ class TeRecipe:
 
     Attributes:
         row_alignment: Each expert's number of rows must be a multiple of this.
+        width_alignment: D and F must be multiples of this.
         needs_module: Whether only Transformer Engine's modules, not its operations, compute it.
         make: Makes the recipe object; called inside the layer, because importing Transformer Engine takes seconds.
     """
 
     row_alignment: int
+    width_alignment: int
     make: Callable[[], Any]
     needs_module: bool = False
 
@@ -30,10 +32,10 @@ def _make(name: str, **options) -> Callable[[], Any]:
 
 
 RECIPES = {
-    "fp8_current": TeRecipe(16, _make("Float8CurrentScaling")),
+    "fp8_current": TeRecipe(16, 16, _make("Float8CurrentScaling")),
     # The amax history stays on its rank: experts differ between ranks, so a maximum over ranks says nothing.
-    "fp8_delayed": TeRecipe(16, _make("DelayedScaling", reduce_amax=False)),
-    "fp8_block": TeRecipe(128, _make("Float8BlockScaling"), needs_module=True),
-    "mxfp8": TeRecipe(32, _make("MXFP8BlockScaling")),
-    "nvfp4": TeRecipe(128, _make("NVFP4BlockScaling")),
+    "fp8_delayed": TeRecipe(16, 16, _make("DelayedScaling", reduce_amax=False)),
+    "fp8_block": TeRecipe(128, 128, _make("Float8BlockScaling"), needs_module=True),
+    "mxfp8": TeRecipe(32, 32, _make("MXFP8BlockScaling")),
+    "nvfp4": TeRecipe(128, 32, _make("NVFP4BlockScaling")),
 }

@@ -1,10 +1,12 @@
-"""The objects of a run, made from its config. The only place that turns a config into objects."""
+"""The objects of a run, made from its config; the model is made in `model.py`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from moe_framework.checkpoint.manifest import read_manifest
 from moe_framework.checkpoint.store import CheckpointStore
 from moe_framework.config.schema import Config
 from moe_framework.data.fasta import Sequences
@@ -13,10 +15,10 @@ from moe_framework.data.packing import Rows
 from moe_framework.distributed.collectives import raise_together
 from moe_framework.distributed.mesh import ParallelMesh, build_mesh
 from moe_framework.distributed.runtime import Runtime
-from moe_framework.errors import MoeFrameworkError
+from moe_framework.errors import CheckpointError, DataError, MoeFrameworkError
 from moe_framework.model.decoder import Decoder
 from moe_framework.optim.adamw import build_adamw
-from moe_framework.train.model import build_model
+from moe_framework.train.model import build_model, choose_backend
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Training:
         optimizer: Over its parameters.
         data: The rows to train on and to evaluate on.
         store: The checkpoints.
+        experts_backend: What computes the experts.
     """
 
     config: Config
@@ -40,6 +43,7 @@ class Training:
     optimizer: torch.optim.AdamW
     data: "TrainingData"
     store: CheckpointStore
+    experts_backend: str
 
     def loader(self, consumed_samples: int) -> TrainLoader:
         """Make this rank's loader, at a position in the data."""
@@ -104,17 +108,32 @@ def build_training(config: Config, runtime: Runtime) -> Training:
     mesh = build_mesh(
         runtime.device.type, dp=parallel.dp, ep=parallel.ep, tp=parallel.tp, dp_replicate=parallel.dp_replicate
     )
-    model = build_model(config, mesh, runtime.device)
-    optimizer = build_adamw(
-        model, lr=optim.lr, weight_decay=optim.weight_decay, beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps
-    )
     store = CheckpointStore(
         checkpoint_dir(config),
         keep=config.checkpoint.keep,
         async_save=config.checkpoint.async_save,
         group=runtime.checkpoint_group,
     )
-    return Training(config, runtime, mesh, model, optimizer, data, store)
+    choice = choose_backend(config, runtime.device, preferred=_saved_backend(config, store))
+    model = build_model(config, mesh, runtime.device, choice)
+    optimizer = build_adamw(
+        model, lr=optim.lr, weight_decay=optim.weight_decay, beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps
+    )
+    return Training(config, runtime, mesh, model, optimizer, data, store, choice.name)
+
+
+def _saved_backend(config: Config, store: CheckpointStore) -> str | None:
+    """The expert backend of the checkpoint that the run will continue from, if it was in the same precision."""
+    if config.checkpoint.resume == "never":
+        return None
+    step_dir = store.latest_step() if config.checkpoint.resume == "auto" else Path(config.checkpoint.resume)
+    if step_dir is None:
+        return None
+    try:
+        state = read_manifest(step_dir).state
+        return state["experts_backend"] if state["config"]["precision"]["mode"] == config.precision.mode else None
+    except (CheckpointError, KeyError, TypeError):
+        return None  # resuming will say what is wrong with it, on every rank
 
 
 def _load_data(config: Config) -> TrainingData:
@@ -132,4 +151,17 @@ def _load_data(config: Config) -> TrainingData:
         error = caught
     raise_together(error)
     assert data is not None
+    _check_same_data(data.sequences, config)
     return data
+
+
+def _check_same_data(sequences: Sequences, config: Config) -> None:
+    """Stop where two hosts have different files: their ranks would shuffle, and split, different rows."""
+    fingerprints = [""] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, sequences.fingerprint)
+    others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if others:
+        raise DataError(
+            f"data.path={config.data.path}: rank {', '.join(map(str, others))} read other sequences than rank 0. "
+            "Give every host the same file."
+        )

@@ -25,13 +25,45 @@ from moe_framework.precision.policy import DTYPES, PrecisionPolicy, precision_po
 logger = logging.getLogger(__name__)
 
 
-def build_model(config: Config, mesh: ParallelMesh, device: torch.device) -> Decoder:
+def choose_backend(config: Config, device: torch.device, preferred: str | None = None) -> Choice:
+    """Choose the expert backend on rank 0, since two ranks that time the same backends need not agree.
+
+    Args:
+        config: Validated.
+        device: This rank's device.
+        preferred: The backend of the checkpoint that is continued, if any.
+
+    Returns:
+        The choice, the same on every rank.
+
+    Raises:
+        ConfigError: The device lacks `precision.mode`, or `experts.backend` cannot compute these shapes on it.
+        DependencyError: The backend needs a package that is missing.
+
+    Collective: the world; every rank must call.
+    """
+    choice, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            policy = precision_policy(config.precision.mode, device)
+            choice = choose_experts(config.experts.backend, _shape(config), policy, device, preferred=preferred)
+        except MoeFrameworkError as caught:
+            error = caught
+    raise_together(error)
+    box = [choice]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
+
+
+def build_model(config: Config, mesh: ParallelMesh, device: torch.device, choice: Choice | None = None) -> Decoder:
     """Build this rank's shards of the model, initialised from `train.seed`.
 
     Args:
         config: Validated.
         mesh: The run's mesh.
         device: This rank's device.
+        choice: From `choose_backend`, which is called where it is not given.
 
     Returns:
         The decoder under FSDP.
@@ -43,7 +75,7 @@ def build_model(config: Config, mesh: ParallelMesh, device: torch.device) -> Dec
     Collective: the world; every rank must call.
     """
     policy = precision_policy(config.precision.mode, device)
-    choice = _choose_on_first_rank(config, policy, device)
+    choice = choice or choose_backend(config, device)
     logger.info("precision.mode: %s", policy.mode)
     logger.info("experts.backend: %s (%s)", choice.name, choice.reason)
     model = meta_decoder(config, mesh, policy, choice)
@@ -103,21 +135,6 @@ def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, ch
             qk_norm=sizes.qk_norm,
             make_moe=make_moe,
         )
-
-
-def _choose_on_first_rank(config: Config, policy: PrecisionPolicy, device: torch.device) -> Choice:
-    """Let rank 0 choose, since two ranks that time the same backends need not agree."""
-    choice, error = None, None
-    if dist.get_rank() == 0:
-        try:
-            choice = choose_experts(config.experts.backend, _shape(config), policy, device)
-        except MoeFrameworkError as caught:
-            error = caught
-    raise_together(error)
-    box = [choice]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
 
 
 def _shape(config: Config) -> ExpertShape:

@@ -50,6 +50,7 @@ def save(training: Training, position: Position) -> None:
         "position": position._asdict(),
         "optimizer_step": optimizer_step(training.optimizer),
         "data": _data_identity(training),
+        "experts_backend": training.experts_backend,
         "layout": dataclasses.asdict(config.parallel) | {"world_size": training.runtime.launch.world_size},
         "config": to_dict(config),
     }

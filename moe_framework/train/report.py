@@ -1,5 +1,6 @@
 """Where a run's figures go: progress, metrics.jsonl, TensorBoard, summary.json. Writes on rank 0 alone."""
 
+import json
 import logging
 import time
 from pathlib import Path
@@ -44,6 +45,8 @@ class Reporter:
         )
         self._window = RouterHealthWindow()
         if self._enabled:
+            if first_step == 0:
+                _move_aside(directory / "metrics.jsonl")
             self._metrics = MetricsWriter(directory / "metrics.jsonl", first_step if first_step else None)
             self._board = TensorBoardWriter(directory / "tensorboard", first_step + 1 if first_step else None)
 
@@ -104,10 +107,14 @@ class Reporter:
         Args:
             values: What to add to throughput and wall time.
         """
-        rate = self._num_tokens / self._step_seconds if self._step_seconds else None
-        summary = values | {"tokens_per_second": rate, "wall_s": time.perf_counter() - self._started}
         if not self._enabled:
             return
+        timing = {"tokens_per_second": None, "wall_s": time.perf_counter() - self._started}
+        if self._step_seconds:
+            timing["tokens_per_second"] = self._num_tokens / self._step_seconds
+        else:
+            timing |= _timing_before(self._directory / "summary.json")
+        summary = values | timing
         write_json_atomic(self._directory / "summary.json", summary)
         self._progress.note("  ".join(f"{name}={_short(value)}" for name, value in summary.items()))
 
@@ -117,6 +124,25 @@ class Reporter:
         if self._enabled:
             self._metrics.close()
             self._board.close()
+
+
+def _move_aside(path: Path) -> None:
+    """Keep the metrics of an earlier run of the same name that starts again from step 0."""
+    if path.exists() and path.stat().st_size:
+        number = 1
+        while (kept := path.with_name(f"metrics.{number}.jsonl")).exists():
+            number += 1
+        path.rename(kept)
+        logger.warning("%s holds an earlier run; it is kept as %s", path, kept.name)
+
+
+def _timing_before(path: Path) -> dict[str, Any]:
+    """The timing of the run that did the steps, when this process did none."""
+    try:
+        before = json.loads(path.read_text())
+        return {key: before[key] for key in ("tokens_per_second", "wall_s")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _short(value: Any) -> str:

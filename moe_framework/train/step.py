@@ -161,9 +161,9 @@ def accumulate_gradients(
         output = forward(model, batch)
         routers = objective.aux_loss_coeff * output.aux_loss + objective.z_loss_coeff * output.z_loss
         (output.loss / counts.num_targets + routers / counts.num_tokens).backward()
-        outputs.append(output)
-    parts_of = zip(*(output[:-1] for output in outputs), strict=True)
-    sums = [torch.stack([part.detach() for part in parts]).sum(0) for parts in parts_of]
+        outputs.append([part.detach() for part in output[:-1]])
+        del output, routers  # the micro-batch's graph, before the next one is built
+    sums = [torch.stack(parts).sum(0) for parts in zip(*outputs, strict=True)]
     return DecoderOutput(*sums, logits_BSV=None)
 
 

@@ -304,3 +304,10 @@ def train(spec: Spec, layout: Layout) -> Trace:
         for tensors in (trace.initial, trace.gradients, trace.parameters, trace.exp_avg, trace.exp_avg_sq):
             tensors.clear()
     return trace
+
+
+def num_compiled_graphs() -> int:
+    """How many graphs this process has compiled."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]

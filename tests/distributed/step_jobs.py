@@ -93,3 +93,16 @@ def ops_of_a_step(spec: Spec, layout: Layout) -> Counter[str]:
         )
         (out.loss + out.aux_loss + out.z_loss).backward()
     return ops.counts
+
+
+def router_weight_seen(spec: Spec, layout: Layout) -> bool:
+    """Whether a bf16 model's router computes with exactly its fp32 master."""
+    model, mesh = built(spec, layout)
+    router: Any = model.layers[0].moe.router  # pyright: ignore
+    master = router.weight.full_tensor()
+    seen = []
+    router.register_forward_pre_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
+    batches = micro_batches(spec, 0, data_rank=mesh.data_rank, num_data_ranks=mesh.num_data_ranks, accumulation=1)
+    evaluate(model, batches, mesh=mesh, device=torch.device("cpu"))
+    assert not torch.equal(master, master.bfloat16().float()), "the weights would not show a rounding"
+    return seen[0].dtype == torch.float32 and torch.equal(seen[0], master)

@@ -16,6 +16,7 @@ from tests.distributed.parity_jobs import (
     Layout,
     Spec,
     Trace,
+    num_compiled_graphs,
     reference,
     train,
 )
@@ -154,8 +155,12 @@ def test_bf16_stays_near_fp32_with_fp32_masters_and_moments(ranks: RankPool):
 @pytest.mark.slow
 def test_compiled_equals_one_process(ranks: RankPool):
     spec, expected = reference_of()
-    traces = ranks.run(train, 2, spec, Layout(1, 2, 2, "full", compiled=True), timeout_s=280)
-    assert_equal_to_reference(traces, expected, spec)
+    for activation_checkpointing in ("none", "full"):
+        layout = Layout(1, 2, 2, activation_checkpointing, compiled=True)
+        traces = ranks.run(train, 2, spec, layout, timeout_s=280)
+        assert_equal_to_reference(traces, expected, spec)
+        # Nothing else in these processes compiles.
+        assert all(count > 0 for count in ranks.run(num_compiled_graphs, 2))
 
 
 @pytest.mark.slow

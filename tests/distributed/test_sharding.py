@@ -3,7 +3,7 @@ import math
 import pytest
 
 from tests.distributed.parity_jobs import Layout, Spec
-from tests.distributed.step_jobs import shard_shapes
+from tests.distributed.step_jobs import router_weight_seen, shard_shapes
 from tests.helpers.pool import RankPool
 from tests.unit.model.builders import SMALL, plain_decoder
 
@@ -25,3 +25,7 @@ def test_ranks_hold_every_number_once(ranks: RankPool, layout: Layout):
     held = [{n: math.prod(shape) for n, shape in shapes.items()} for shapes in ranks.run(shard_shapes, 4, SPEC, layout)]
     for name, parameter in plain_decoder(SMALL).named_parameters():
         assert sum(sizes[name] for sizes in held) == parameter.numel(), name
+
+
+def test_the_router_computes_with_its_fp32_master_in_bf16_too(ranks: RankPool):
+    assert all(ranks.run(router_weight_seen, 2, Spec(seed=5), Layout(1, 2, mode="bf16")))

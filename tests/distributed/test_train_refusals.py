@@ -171,3 +171,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(ranks: RankP
     assert error.startswith(f"ConfigError: {key}={folder}: cannot write ")
     assert error.endswith(f"(Not a directory). Set {key} to a folder that can be written.")
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_ranks_that_read_different_files_are_refused(ranks: RankPool, tmp_path):
+    start = [one for one in arguments(tmp_path, EP2) if not one.startswith("data.path=")]
+    # The same number of bases, so that nothing else could show it.
+    paths = [str(write_genome(tmp_path / f"host{host}.fa", seed=host)) for host in (0, 1)]
+    ended = ranks.run(jobs.command_on_own_file, 2, start, paths, timeout_s=TIMEOUT_S)
+    assert [one.code for one in ended] == [2, 2]
+    for rank, one in enumerate(ended):
+        assert f"data.path={paths[rank]}: rank 1 read other sequences than rank 0." in one.text
+        assert "Give every host the same file." in one.text

@@ -153,3 +153,9 @@ def test_init_from_takes_the_weights_alone(ranks: RankPool, whole, tmp_path):
     ranks.run(jobs.watch, 2, arguments(tmp_path, *changes), stop_after=4)
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
     assert ranks.run(jobs.start_only, 2, arguments(tmp_path, *changes))[0][0] == (3, 12)
+
+
+def test_the_expert_backend_is_kept_in_the_checkpoint_for_the_resumed_run(whole):
+    folder, _ = whole
+    state = read_manifest(folder / "run/checkpoints/step_00000012").state
+    assert state["experts_backend"] == "grouped_mm"

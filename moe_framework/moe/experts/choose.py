@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from moe_framework.errors import ConfigError, DependencyError
+from moe_framework.errors import ConfigError, DependencyError, MoeFrameworkError
 from moe_framework.moe.experts.base import ExpertBackend
 from moe_framework.moe.experts.grouped_mm import grouped_mm_experts, unsupported_reason
 from moe_framework.moe.experts.loop import loop_experts
 from moe_framework.moe.experts.measure import milliseconds
-from moe_framework.moe.experts.mxfp8_emulated import mxfp8_emulated_experts
+from moe_framework.moe.experts.mxfp8_emulated import BLOCK, mxfp8_emulated_experts
 from moe_framework.moe.experts.te import TransformerEngineExperts
 from moe_framework.precision.policy import PrecisionPolicy
 
@@ -75,17 +75,22 @@ def make_backend(name: str, shape: ExpertShape, policy: PrecisionPolicy) -> Expe
     return mxfp8_emulated_experts if name == EMULATED else BACKENDS[name]
 
 
-def choose_experts(name: str, shape: ExpertShape, policy: PrecisionPolicy, device: torch.device) -> Choice:
+def choose_experts(
+    name: str, shape: ExpertShape, policy: PrecisionPolicy, device: torch.device, *, preferred: str | None = None
+) -> Choice:
     """Choose the backend.
 
     `auto` takes the only one that can compute the shapes, or, where there are several, times them on this device.
-    A quantized mode says what may be quantized: where bf16 is faster, as for many small experts on Hopper, it wins.
+    A named backend never drops the quantization that was asked for; a measurement may, where bf16 is faster, as for
+    many small experts on Hopper.
 
     Args:
         name: `experts.backend`.
         shape: The work.
         policy: Formats.
         device: This rank's.
+        preferred: What a checkpoint was trained with: taken by `auto` without timing, where it can be used, because
+            two close times would otherwise let a resumed run go on with another backend.
 
     Returns:
         The choice. Other ranks may measure differently: let one choose and tell the others.
@@ -97,18 +102,32 @@ def choose_experts(name: str, shape: ExpertShape, policy: PrecisionPolicy, devic
     obstacles = _obstacles(shape, policy, device)
     if name != "auto":
         if (obstacle := obstacles.get(name)) is not None:
-            kind = DependencyError if name == "te" and "import" in obstacle else ConfigError
-            raise kind(f"experts.backend={name} cannot be used: {obstacle}. Set experts.backend=auto.")
+            raise _error(f"experts.backend={name} cannot be used: {obstacle}. Set experts.backend=auto.", obstacle)
+        if policy.te_recipe is not None and name in BACKENDS:
+            raise ConfigError(
+                f"experts.backend={name} computes in bf16, so precision.mode={policy.mode} would not be quantized. "
+                "Set experts.backend=te or auto, or precision.mode=bf16."
+            )
         return Choice(name, "set in the configuration")
     if policy.mode == EMULATED:
+        if (obstacle := obstacles[EMULATED]) is not None:
+            raise _error(f"precision.mode={EMULATED} cannot be used: {obstacle}.", obstacle)
         return Choice(EMULATED, "the precision mode's own backend")
+    if policy.te_recipe is not None and (obstacle := obstacles["te"]) is not None:
+        raise _error(f"precision.mode={policy.mode} is computed by Transformer Engine: {obstacle}.", obstacle)
     usable = [candidate for candidate in ("te", "grouped_mm") if obstacles[candidate] is None]
     if not usable:
         return Choice("loop", f"grouped_mm cannot be used: {obstacles['grouped_mm']}")
     if len(usable) == 1:
         other = "te" if usable == ["grouped_mm"] else "grouped_mm"
         return Choice(usable[0], f"{other} cannot be used: {obstacles[other]}")
+    if preferred in usable:
+        return Choice(preferred, "as in the checkpoint that is continued")
     return _fastest(usable, shape, policy, device)
+
+
+def _error(text: str, obstacle: str) -> MoeFrameworkError:
+    return DependencyError(text) if "failed to import" in obstacle else ConfigError(text)
 
 
 def _fastest(names: list[str], shape: ExpertShape, policy: PrecisionPolicy, device: torch.device) -> Choice:
@@ -124,6 +143,11 @@ def _fastest(names: list[str], shape: ExpertShape, policy: PrecisionPolicy, devi
             device=device,
         )
     best = min(times, key=times.__getitem__)
+    if times[best] == float("inf"):
+        raise ConfigError(
+            f"experts.backend=auto: none of {', '.join(names)} computes these experts on this device; the log says "
+            "why. Set experts.backend=loop, or make the micro-batch smaller."
+        )
     formats = {"te": policy.mode, "grouped_mm": "bf16"}
     table = ", ".join(f"{name} in {formats[name]} {times[name]:.2f} ms" for name in names)
     return Choice(best, f"fastest of: {table}; one layer, forward and backward, {shape.num_rows} rows")
@@ -137,14 +161,22 @@ def _obstacles(shape: ExpertShape, policy: PrecisionPolicy, device: torch.device
         dtype=policy.compute_dtype,
         device_type=device.type,
     )
-    emulated = f"precision.mode={policy.mode} is quantized by another backend"
-    if policy.mode == EMULATED:
-        grouped = grouped or "precision.mode=mxfp8_emulated would not be emulated"
-    return {
-        "te": _te_obstacle(shape, policy, device),
-        "grouped_mm": grouped,
-        EMULATED: None if policy.mode == EMULATED else emulated,
-    }
+    plain = "precision.mode=mxfp8_emulated would not be emulated" if policy.mode == EMULATED else None
+    obstacles = {"loop": plain, "grouped_mm": plain or grouped, "te": _te_obstacle(shape, policy, device)}
+    return obstacles | {EMULATED: _emulation_obstacle(shape)}
+
+
+def _emulation_obstacle(shape: ExpertShape) -> str | None:
+    if importlib.util.find_spec("torchao") is None:
+        return "it needs torchao, which failed to import (not installed). Install '.[mx]'"
+    return _unaligned(shape, BLOCK, EMULATED)
+
+
+def _unaligned(shape: ExpertShape, multiple: int, format_name: str) -> str | None:
+    for name, size in (("hidden_size", shape.hidden_size), ("intermediate_size", shape.intermediate_size)):
+        if size % multiple:
+            return f"model.{name}={size} is no multiple of {multiple}, which {format_name} needs"
+    return None
 
 
 def _te_obstacle(shape: ExpertShape, policy: PrecisionPolicy, device: torch.device) -> str | None:
@@ -154,8 +186,4 @@ def _te_obstacle(shape: ExpertShape, policy: PrecisionPolicy, device: torch.devi
         return f"it computes in bf16 or quantized from it, not in precision.mode={policy.mode}"
     if importlib.util.find_spec("transformer_engine") is None:
         return "it needs transformer_engine, which failed to import (not installed). Install '.[te]'"
-    multiple = 16
-    for name, size in (("hidden_size", shape.hidden_size), ("intermediate_size", shape.intermediate_size)):
-        if policy.te_recipe is not None and size % multiple:
-            return f"{name}={size} is no multiple of {multiple}, which {policy.mode} needs"
-    return None
+    return None if policy.te_recipe is None else _unaligned(shape, policy.te_recipe.width_alignment, policy.mode)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from moe_framework.errors import DependencyError
 from moe_framework.moe.experts.base import ExpertBackend
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def milliseconds(
             torch.cuda.synchronize(device)
             times.append(start.elapsed_time(end))
         return statistics.median(times[_WARM_UP:])
-    except RuntimeError as error:  # out of memory, or a kernel that this GPU or library lacks
+    except (RuntimeError, DependencyError) as error:  # out of memory, or a kernel or package that is missing
         logger.warning("experts.backend: a candidate failed and is left out (%s)", str(error).splitlines()[0])
         return float("inf")
     finally:

@@ -78,7 +78,11 @@ class _StackedWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, experts, gate_up, down, rows, probs, counts):
-        with torch.enable_grad():
+        # Activation checkpointing hooks every tensor that is saved, to recompute it in backward. The backward pass
+        # below is one of its own, for which torch would recompute the whole block a second time and fail: so what
+        # Transformer Engine saves is kept.
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with torch.enable_grad(), keep:
             leaves = rows.detach().requires_grad_(), probs.detach().requires_grad_()
             out = experts.run(gate_up.detach(), down.detach(), *leaves, counts)
         ctx.experts, ctx.leaves, ctx.out = experts, leaves, out
@@ -89,6 +93,7 @@ class _StackedWeights(torch.autograd.Function):
         fc1, fc2 = ctx.experts.weights()
         inputs = [*ctx.leaves, *fc1, *fc2]
         grad_rows, grad_probs, *grads = torch.autograd.grad(ctx.out, inputs, grad_out.contiguous())
+        ctx.leaves = ctx.out = None  # attributes, unlike saved tensors, would live as long as the graph
         return None, _stacked(grads[: len(fc1)]), _stacked(grads[len(fc1) :]), grad_rows, grad_probs, None
 
 

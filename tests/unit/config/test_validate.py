@@ -132,6 +132,11 @@ RULES = [
         "Use precision.mode=bf16 or experts.backend=loop.",
     ),
     (
+        "experts.backend=loop precision.mode=mxfp8_emulated",
+        "experts.backend=loop computes in bf16, so precision.mode=mxfp8_emulated would not be quantized. "
+        "Set experts.backend=auto, or precision.mode=bf16.",
+    ),
+    (
         "experts.backend=te device=cpu",
         "experts.backend=te needs a CUDA device. Set experts.backend=auto.",
     ),

@@ -51,25 +51,24 @@ def test_a_rank_that_is_no_number_is_refused():
     ("num_gpus", "device", "local_rank", "expected"),
     [
         (0, "auto", 0, "cpu"),
-        (0, "cpu", 3, "cpu"),
+        (0, "cpu", 1, "cpu"),
         (2, "cpu", 0, "cpu"),
         (2, "auto", 1, "cuda:1"),
         (2, "cuda", 0, "cuda:0"),
+        (1, "auto", 0, "cpu"),
+        (1, "auto", 1, "cpu"),
     ],
     indirect=["num_gpus"],
 )
-def test_device_is_the_gpu_of_the_local_rank_where_there_is_one(
-    num_gpus: int, device: str, local_rank: int, expected: str
-):
-    assert resolve_device(device, local_rank) == torch.device(expected)
+def test_all_of_a_hosts_ranks_get_a_gpu_or_none_does(num_gpus: int, device: str, local_rank: int, expected: str):
+    assert resolve_device(device, local_rank, local_world_size=2) == torch.device(expected)
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "device", "local_rank"), [(0, "cuda", 0), (2, "cuda", 2), (2, "auto", 2)], indirect=["num_gpus"]
-)
-def test_a_rank_without_its_gpu_is_refused(num_gpus: int, device: str, local_rank: int):
-    with pytest.raises(ConfigError, match=rf"device={device}.*{num_gpus}"):
-        resolve_device(device, local_rank)
+@pytest.mark.parametrize("local_rank", [0, 1])
+@pytest.mark.parametrize("num_gpus", [0, 1], indirect=True)
+def test_too_few_gpus_are_refused_by_every_rank_of_the_host(num_gpus: int, local_rank: int):
+    with pytest.raises(ConfigError, match=rf"device=cuda: the host has {num_gpus} GPUs for 2 ranks"):
+        resolve_device("cuda", local_rank, local_world_size=2)
 
 
 def test_one_process_starts_without_a_launcher_and_leaves_nothing():

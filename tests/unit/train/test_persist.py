@@ -116,7 +116,7 @@ def test_a_step_that_no_run_saved_is_refused(saved, runtime: Runtime, tmp_path: 
 def test_manifest_says_what_was_run(saved):
     _, config, _ = saved
     state = json.loads((checkpoint_dir(config) / "step_00000003/manifest.json").read_text())["state"]
-    assert state.keys() == {"position", "optimizer_step", "data", "layout", "config"}
+    assert state.keys() == {"position", "optimizer_step", "data", "experts_backend", "layout", "config"}
     assert state["position"] == {"step": 3, "consumed_samples": 12}
     assert state["layout"] == {"dp": 1, "ep": 1, "tp": 1, "dp_replicate": 1, "expert_tp": 1, "world_size": 1}
     assert state["config"]["model"]["top_k"] == 2

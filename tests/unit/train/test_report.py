@@ -120,3 +120,27 @@ def test_resumed_run_drops_the_lines_that_it_repeats(tmp_path):
     record(own, 3, replace_result(loss=9.0))
     own.close()
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1.25), (2, 1.25), (3, 9.0)]
+
+
+def test_a_run_that_starts_again_keeps_the_metrics_of_the_one_before(tmp_path):
+    for loss in (1.0, 2.0, 3.0):
+        own = reporter(tmp_path)
+        record(own, 1, replace_result(loss=loss))
+        own.close()
+    assert [line["loss"] for line in lines(tmp_path)] == [3.0]
+    kept = [json.loads((tmp_path / f"metrics.{number}.jsonl").read_text())["loss"] for number in (1, 2)]
+    assert kept == [1.0, 2.0]
+
+
+def test_a_start_without_steps_keeps_the_timing_of_the_run(tmp_path):
+    first = reporter(tmp_path)
+    record(first, 1)
+    first.summarise({"heldout_loss": 1.0})
+    first.close()
+    before = json.loads((tmp_path / "summary.json").read_text())
+    again = reporter(tmp_path, first_step=1)
+    again.summarise({"heldout_loss": 1.5})
+    again.close()
+    after = json.loads((tmp_path / "summary.json").read_text())
+    assert before["tokens_per_second"] > 0
+    assert after == before | {"heldout_loss": 1.5}

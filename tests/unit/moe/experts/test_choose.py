@@ -9,6 +9,7 @@ from moe_framework.moe.experts.choose import EMULATED, ExpertShape, choose_exper
 from moe_framework.moe.experts.grouped_mm import grouped_mm_experts, unsupported_reason
 from moe_framework.moe.experts.mxfp8_emulated import mxfp8_emulated_experts
 from moe_framework.precision.policy import PrecisionPolicy, precision_policy
+from moe_framework.precision.recipes import RECIPES
 
 CPU = torch.device("cpu")
 SHAPE = ExpertShape(num_local_experts=2, hidden_size=32, intermediate_size=64, num_rows=128)
@@ -75,6 +76,47 @@ def test_auto_takes_the_faster_of_two_and_shows_both_times(monkeypatch: pytest.M
         assert chosen.name == winner
         assert f"te in bf16 {times['te']:.2f} ms" in chosen.reason
         assert "grouped_mm in bf16 3.00 ms" in chosen.reason
+
+
+def test_auto_continues_with_a_checkpoints_backend_without_timing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(choose, "milliseconds", lambda make, **_: pytest.fail("timed"))
+    for name in ("te", "grouped_mm"):
+        assert choose_experts("auto", SHAPE, BF16, torch.device("cuda"), preferred=name).name == name
+
+
+def test_auto_says_so_when_every_candidate_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(choose, "milliseconds", lambda make, **_: float("inf"))
+    with pytest.raises(ConfigError, match="none of te, grouped_mm computes these experts"):
+        choose_experts("auto", SHAPE, BF16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["loop", "grouped_mm"])
+def test_a_named_backend_does_not_drop_the_quantization(name: str):
+    fp8 = PrecisionPolicy("fp8_current", torch.bfloat16, te_recipe=RECIPES["fp8_current"])
+    with pytest.raises(ConfigError, match=rf"experts\.backend={name} computes in bf16.*fp8_current would not be"):
+        choose_experts(name, SHAPE, fp8, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="would not be emulated"):
+        choose_experts(name, SHAPE, precision_policy(EMULATED, CPU), CPU)
+
+
+def test_auto_does_not_drop_the_quantization_for_want_of_a_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    fp8 = PrecisionPolicy("fp8_current", torch.bfloat16, te_recipe=RECIPES["fp8_current"])
+    for policy, package in ((fp8, "transformer_engine"), (precision_policy(EMULATED, CPU), "torchao")):
+        with pytest.raises(MoeFrameworkError, match=rf"precision\.mode={policy.mode}.*{package}") as caught:
+            choose_experts("auto", SHAPE, policy, torch.device("cuda"))
+        assert type(caught.value).__name__ == "DependencyError"
+
+
+def test_widths_that_the_format_cannot_block_are_named():
+    for shape, named in (
+        (replace(SHAPE, hidden_size=24), "hidden_size=24 is no multiple of 32"),
+        (replace(SHAPE, intermediate_size=40), "intermediate_size=40 is no multiple of 32"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            choose_experts("auto", shape, precision_policy(EMULATED, CPU), CPU)
 
 
 def test_emulation_is_computed_by_its_own_backend_alone():
