@@ -37,7 +37,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     Returns:
         `optimizer.KEY.NAME` → tensor that shares the optimizer's memory, such as `optimizer.exp_avg.head.weight`.
     """
-    allocate_optimizer_state(model, optimizer)
+    allocate_optimizer_state(optimizer)
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_tensors(model):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -46,14 +46,12 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return tensors
 
 
-def allocate_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the zero moments that an AdamW's first step would make, without stepping.
 
     Args:
-        model: The model, on no meta device.
-        optimizer: Its optimizer; parameters that have state keep it.
+        optimizer: Of parameters on no meta device; those that have state keep it.
     """
-    del model  # the optimizer knows its parameters; the argument keeps the three functions alike
     for group in optimizer.param_groups:
         on_device = group.get("capturable", False) or group.get("fused", False)
         keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group.get("amsgrad", False) else ("exp_avg", "exp_avg_sq")

@@ -1,5 +1,7 @@
 """The collectives that training needs beyond those inside FSDP."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -111,3 +113,27 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     if isinstance(kind, type) and issubclass(kind, MoeFrameworkError):
         raise kind(text) from error
     raise RankError(f"rank {first} failed: {name}: {text}") from error
+
+
+def together[T](action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return what an action gives on this rank; if a user's mistake stops it on one rank, every rank says so.
+
+    Args:
+        action: May fail on some ranks only, as reading a file may; must not communicate.
+        group: The group; the world by default.
+
+    Returns:
+        This rank's result.
+
+    Raises:
+        MoeFrameworkError: That of the lowest failed rank, on every rank.
+
+    Collective: `group`; every rank must call.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except MoeFrameworkError as caught:
+        error = caught
+    raise_together(error, group)
+    return result  # pyright: ignore[reportReturnType]  # set, since nothing was raised

@@ -1,6 +1,7 @@
 """The objects of a run, made from its config; the model is made in `model.py`."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,10 +13,10 @@ from moe_framework.config.schema import Config
 from moe_framework.data.fasta import Sequences
 from moe_framework.data.loader import TrainLoader, load_rows
 from moe_framework.data.packing import Rows
-from moe_framework.distributed.collectives import raise_together
+from moe_framework.distributed.collectives import together
 from moe_framework.distributed.mesh import ParallelMesh, build_mesh
 from moe_framework.distributed.runtime import Runtime
-from moe_framework.errors import CheckpointError, DataError, MoeFrameworkError
+from moe_framework.errors import CheckpointError, DataError
 from moe_framework.model.decoder import Decoder
 from moe_framework.optim.adamw import build_adamw
 from moe_framework.train.model import build_model, choose_backend
@@ -137,20 +138,14 @@ def _saved_backend(config: Config, store: CheckpointStore) -> str | None:
 
 
 def _load_data(config: Config) -> TrainingData:
-    data, error = None, None
-    try:
-        data = TrainingData(
-            *load_rows(
-                path=config.data.path,
-                seq_length=config.data.seq_length,
-                stride=config.data.stride,
-                heldout_fraction=config.data.heldout_fraction,
-            )
-        )
-    except MoeFrameworkError as caught:
-        error = caught
-    raise_together(error)
-    assert data is not None
+    read = partial(
+        load_rows,
+        path=config.data.path,
+        seq_length=config.data.seq_length,
+        stride=config.data.stride,
+        heldout_fraction=config.data.heldout_fraction,
+    )
+    data = TrainingData(*together(read))
     _check_same_data(data.sequences, config)
     return data
 

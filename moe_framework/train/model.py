@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 
 from moe_framework.config.schema import Config
-from moe_framework.distributed.collectives import raise_together
+from moe_framework.distributed.collectives import together
 from moe_framework.distributed.mesh import ParallelMesh
-from moe_framework.errors import MoeFrameworkError
 from moe_framework.model.decoder import Decoder
 from moe_framework.model.init import initialise
 from moe_framework.moe.balancing import Balancing
@@ -42,15 +41,12 @@ def choose_backend(config: Config, device: torch.device, preferred: str | None =
 
     Collective: the world; every rank must call.
     """
-    choice, error = None, None
-    if dist.get_rank() == 0:
-        try:
-            policy = precision_policy(config.precision.mode, device)
-            choice = choose_experts(config.experts.backend, _shape(config), policy, device, preferred=preferred)
-        except MoeFrameworkError as caught:
-            error = caught
-    raise_together(error)
-    box = [choice]
+
+    def choose() -> Choice:
+        policy = precision_policy(config.precision.mode, device)
+        return choose_experts(config.experts.backend, _shape(config), policy, device, preferred=preferred)
+
+    box = [together(choose if dist.get_rank() == 0 else lambda: None)]
     dist.broadcast_object_list(box, src=0)
     assert box[0] is not None
     return box[0]
@@ -87,6 +83,7 @@ def build_model(config: Config, mesh: ParallelMesh, device: torch.device, choice
         activation_checkpointing=config.train.activation_checkpointing,
         compile_model=config.train.compile,
     )
+    logger.info("drawing the initial weights from train.seed=%d", config.train.seed)
     initialise(model, seed=config.train.seed, init_std=config.model.init_std, num_layers=config.model.num_layers)
     return model
 

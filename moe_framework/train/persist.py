@@ -96,7 +96,7 @@ def _step_to_resume(training: Training) -> Path | None:
 
 
 def _load(training: Training, step_dir: Path) -> Position:
-    allocate_optimizer_state(training.model, training.optimizer)
+    allocate_optimizer_state(training.optimizer)
     tensors = model_tensors(training.model) | optimizer_tensors(training.model, training.optimizer)
     manifest = training.store.load(step_dir, tensors)
     state = manifest.state

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,9 +18,9 @@ from moe_framework.config.load import to_yaml
 from moe_framework.config.schema import Config
 from moe_framework.data.markov import markov_losses
 from moe_framework.data.packing import split_regions
-from moe_framework.distributed.collectives import raise_together
+from moe_framework.distributed.collectives import together
 from moe_framework.distributed.runtime import Runtime, launch_environment, start
-from moe_framework.errors import ConfigError, MoeFrameworkError
+from moe_framework.errors import ConfigError
 from moe_framework.observe.metrics import write_json_atomic, write_text_atomic
 from moe_framework.observe.throughput import flops_per_token, peak_flops, peak_rss_bytes
 from moe_framework.precision.modes import compute_format
@@ -50,11 +50,11 @@ def run(config: Config) -> int:
     launch = launch_environment()
     _log_to_stderr(enabled=launch.rank == 0)
     with start(launch, config.device, deterministic=config.train.deterministic) as runtime:
-        _together(lambda: _make_directories(config) if runtime.is_main else None)
+        together(lambda: _make_directories(config) if runtime.is_main else None)
         training = build_training(config, runtime)
         with training.store:
             position = resume(training)
-            reporter = _together(lambda: _start_records(training, position))
+            reporter = together(lambda: _start_records(training, position))
             try:
                 train(training, position, reporter)
                 _summarise(training, reporter)
@@ -70,17 +70,6 @@ def _log_to_stderr(*, enabled: bool) -> None:
     package.handlers = [handler]
     package.setLevel(logging.INFO if enabled else logging.WARNING)
     package.propagate = False
-
-
-def _together[T](action: Callable[[], T]) -> T:
-    """Return what an action gives on this rank; if a user's mistake stops it on one rank, every rank says so."""
-    result, error = None, None
-    try:
-        result = action()
-    except MoeFrameworkError as caught:
-        error = caught
-    raise_together(error)
-    return result  # pyright: ignore[reportReturnType]  # set, since nothing was raised
 
 
 def _make_directories(config: Config) -> None:

@@ -1,6 +1,6 @@
 import torch.distributed as dist
 
-from moe_framework.distributed.collectives import raise_together
+from moe_framework.distributed.collectives import raise_together, together
 from moe_framework.errors import CheckpointError, ConfigError, DataError
 from tests.helpers.pool import RankPool
 
@@ -17,6 +17,17 @@ def fail(names: tuple[str | None, ...]) -> str:
     name = names[dist.get_rank()]
     raise_together(None if name is None else ERRORS[name])
     return "went on"
+
+
+def fail_in_an_action(failed_rank: int) -> str:
+    """One rank's action fails with a user's mistake; the others' succeed."""
+
+    def action() -> str:
+        if dist.get_rank() == failed_rank:
+            raise ERRORS["data"]
+        return "went on"
+
+    return together(action)
 
 
 def fail_in_pairs(names: tuple[str | None, ...]) -> str:
@@ -63,3 +74,8 @@ def test_only_the_group_stops(ranks: RankPool):
 def test_one_rank_raises_its_own(ranks: RankPool):
     assert ranks.run_expecting_error(fail, 1, ("data",)) == [("DataError", "data.path=/x: missing.")]
     assert ranks.run(fail, 1, (None,)) == ["went on"]
+
+
+def test_an_action_that_fails_on_one_rank_fails_on_every_rank(ranks: RankPool):
+    assert ranks.run_expecting_error(fail_in_an_action, 2, 1) == [("DataError", str(ERRORS["data"]))] * 2
+    assert ranks.run(fail_in_an_action, 2, 9) == ["went on"] * 2
