@@ -1,4 +1,4 @@
-"""The global gradient norm over parameters on several meshes, and clipping by it."""
+"""The global gradient norm over parameters on several meshes, and the update clipped by it."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -47,18 +47,21 @@ def _sum_of_squares(key: tuple, gradients: list[Tensor]) -> Tensor:
     return total
 
 
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, clip_norm: float) -> None:
-    """Scale gradients so that their global norm is at most `clip_norm`, without a host-device sync.
+def step_clipped(optimizer: torch.optim.AdamW, norm: Tensor, clip_norm: float) -> None:
+    """Update the parameters with gradients scaled so that their global norm is at most `clip_norm`.
+
+    The fused update divides each gradient as it reads it, so that clipping costs neither a pass over the gradients
+    nor a host-device sync. The scaled gradients are left in `.grad`.
 
     Args:
-        parameters: Those whose norm is `norm`.
-        norm: From `global_grad_norm`.
-        clip_norm: Largest norm; 0 leaves the gradients alone.
+        optimizer: A fused AdamW.
+        norm: From `global_grad_norm`, of all its parameters.
+        clip_norm: Largest norm; 0 for no clipping.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if clip_norm == 0 or not gradients:
+    if clip_norm == 0:
+        optimizer.step()
         return
-    factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateImportUsage]
+    # The attribute by which torch.amp.GradScaler hands its scale to the fused optimizers.
+    optimizer.grad_scale = ((norm + 1e-6) / clip_norm).clamp(min=1.0)  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.step()
+    del optimizer.grad_scale  # pyright: ignore[reportAttributeAccessIssue]

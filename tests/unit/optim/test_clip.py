@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_framework.optim.clip import global_grad_norm, scale_gradients
+from moe_framework.optim.clip import global_grad_norm, step_clipped
 
 
 def random_parameters(scale: float = 1.0) -> list[nn.Parameter]:
@@ -15,24 +15,42 @@ def random_parameters(scale: float = 1.0) -> list[nn.Parameter]:
     return parameters
 
 
+def fused_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1, eps=1e-2, fused=True)
+
+
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
 @pytest.mark.parametrize("clip_norm", [0.5, 3.0])
-def test_equals_torchs_clipping(scale: float, clip_norm: float):
+def test_equals_torchs_clipping_before_the_update(scale: float, clip_norm: float):
     ours, theirs = random_parameters(scale), random_parameters(scale)
     norm = global_grad_norm(ours)
-    scale_gradients(ours, norm, clip_norm)
+    step_clipped(fused_adamw(ours), norm, clip_norm)
     expected = nn.utils.clip_grad_norm_(theirs, clip_norm)
+    fused_adamw(theirs).step()
     torch.testing.assert_close(norm, expected)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+        torch.testing.assert_close(mine, other)
     assert global_grad_norm(ours).item() <= clip_norm * (1 + 1e-6)
 
 
 def test_zero_turns_clipping_off():
     parameters, untouched = random_parameters(100.0), random_parameters(100.0)
-    scale_gradients(parameters, global_grad_norm(parameters), 0.0)
+    step_clipped(fused_adamw(parameters), global_grad_norm(parameters), 0.0)
+    fused_adamw(untouched).step()
     for mine, other in zip(parameters, untouched, strict=True):
         assert torch.equal(mine.grad, other.grad)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(mine, other)
+
+
+def test_one_steps_clipping_does_not_reach_the_next():
+    parameters = random_parameters(100.0)
+    optimizer = fused_adamw(parameters)
+    step_clipped(optimizer, global_grad_norm(parameters), 0.5)
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    optimizer.step()
+    for parameter, gradient in zip(parameters, before, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_missing_gradient_counts_as_zero():
@@ -41,7 +59,7 @@ def test_a_missing_gradient_counts_as_zero():
     parameters[0].grad = None
     norm = global_grad_norm(parameters)
     assert norm.item() == pytest.approx(expected, rel=1e-6)
-    scale_gradients(parameters, norm, 0.1)
+    step_clipped(fused_adamw(parameters), norm, 0.1)
     assert parameters[0].grad is None
     assert global_grad_norm(parameters).item() == pytest.approx(0.1, rel=1e-5)
 
@@ -50,7 +68,7 @@ def test_no_gradient_at_all_is_a_norm_of_zero():
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     norm = global_grad_norm(parameters)
     assert norm.item() == 0
-    scale_gradients(parameters, norm, 1.0)
+    step_clipped(fused_adamw(parameters), norm, 1.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
