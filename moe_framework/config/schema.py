@@ -110,11 +110,12 @@ class ExpertsConfig:
 
     Attributes:
         backend: `loop` (one expert after another: the reference), `grouped_mm` (torch's grouped matrix
-            multiplication), `te` (Transformer Engine; CUDA only), or `auto`: the only one that can compute the
-            shapes, or the fastest here; the choice is logged with its reason.
+            multiplication), `sequential` (one product after another; for a few large experts), `te` (Transformer
+            Engine; CUDA only), or `auto`: the only one that can compute the shapes, or the fastest here; the
+            choice is logged with its reason.
     """
 
-    backend: Literal["auto", "loop", "grouped_mm", "te"] = AUTO
+    backend: Literal["auto", "loop", "grouped_mm", "sequential", "te"] = AUTO
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+# Read by Transformer Engine while it is imported, and off by default (2.20).
+TE_FUSION_FLAG = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,33 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     except ValueError as error:
         raise ConfigError(f"environment: {', '.join(names)} must be integers ({error}). Use torchrun.") from None
     return LaunchEnvironment(rank, local_rank, world_size, local_world_size, launched=True)
+
+
+def request_te_fusion(
+    environ: MutableMapping[str, str] | None = None, *, te_is_imported: bool | None = None
+) -> str | None:
+    """Ask Transformer Engine for its fused grouped MLP; to be called before its first import.
+
+    A value that the user has set is kept.
+
+    Args:
+        environ: The variables; the process's own by default.
+        te_is_imported: Whether it is too late; whether transformer_engine is loaded by default.
+
+    Returns:
+        Why Transformer Engine will not use it, or None.
+    """
+    environ = os.environ if environ is None else environ
+    late = "transformer_engine" in sys.modules if te_is_imported is None else te_is_imported
+    value = environ.get(TE_FUSION_FLAG)
+    if value is None and late:
+        return f"transformer_engine was imported before {TE_FUSION_FLAG}=1 was set"
+    if value is None:
+        environ[TE_FUSION_FLAG] = "1"
+        return None
+    if not value.isdecimal() or int(value) == 0:
+        return f"{TE_FUSION_FLAG}={value} in the environment turns it off; unset it"
+    return None
 
 
 def resolve_device(device: str, local_rank: int, local_world_size: int = 1) -> torch.device:

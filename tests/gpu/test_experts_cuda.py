@@ -8,9 +8,12 @@ import torch
 
 from moe_framework.moe.experts.base import scaled_swiglu
 from moe_framework.moe.experts.choose import ExpertShape, make_backend
+from moe_framework.moe.experts.fused_mxfp8 import FUSED, PLAIN, fused_mxfp8_obstacles, fusion_setting
 from moe_framework.moe.experts.loop import loop_experts
+from moe_framework.moe.experts.te import TransformerEngineExperts
 from moe_framework.precision.modes import MODES, available_modes
 from moe_framework.precision.policy import precision_policy
+from moe_framework.precision.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 
@@ -115,6 +118,40 @@ def test_te_gradients_reach_the_stacked_weight_without_a_copy():
     kept = gate_up_grad.untyped_storage().nbytes() + down_grad.untyped_storage().nbytes()
     assert kept == 2 * (leaves[0].numel() + leaves[1].numel())
     assert torch.cuda.memory_allocated() - before <= kept
+
+
+def _te(recipe: str | None, arrangement=None) -> TransformerEngineExperts:
+    return TransformerEngineExperts(
+        num_local_experts=E,
+        hidden_size=D,
+        intermediate_size=F,
+        recipe=None if recipe is None else RECIPES[recipe],
+        arrangement=arrangement,
+    )
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_current"])
+def test_the_fused_operations_arrangement_changes_no_result(recipe: str | None):
+    # Interleaving reorders output channels and padding adds zeros, so that products, and the scales of whole tensors,
+    # stay the same; a kernel for other row counts may sum in another order, which moves a few results by one rounding.
+    tensors, counts, cotangent = _case(5)
+    backends = _te(recipe, PLAIN), _te(recipe, FUSED)
+    for _ in range(2):  # the second call finds the weights of the first released
+        plain, arranged = (_run(backend, _in_bf16(tensors), counts, cotangent) for backend in backends)
+        for quantity, value in arranged.items():
+            assert _relative(value, plain[quantity]) < (BF16 if recipe is None else E4M3), quantity
+
+
+def test_mxfp8_is_fused_where_no_obstacle_is_found():
+    capability = torch.cuda.get_device_capability()
+    obstacles = fused_mxfp8_obstacles(hidden_size=D, intermediate_size=F, setting=fusion_setting(capability))
+    if capability < (10, 0):
+        assert any("compute capability 10.0" in obstacle for obstacle in obstacles)
+        pytest.skip(f"the fused operation cannot run: {'; '.join(obstacles)}")
+    backend = _te("mxfp8")
+    tensors, counts, cotangent = _case(6)
+    _run(backend, _in_bf16(tensors), counts, cotangent)
+    assert backend.is_fused() is not bool(obstacles)
 
 
 @pytest.mark.parametrize("width", [8, 768, 5000])

@@ -19,9 +19,9 @@ class ExpertBackend(Protocol):
         """Apply each expert to its rows.
 
         Args:
-            gate_up: [e, 2F, D]; gate, then up.
+            gate_up: [e, 2F, D] in the rows' dtype, or float32: it is then cast, and its gradient is float32.
             down: [e, D, F]; same dtype.
-            rows_RD: [R, D]; same dtype, the rows of expert 0 first; R may be 0.
+            rows_RD: [R, D] in the compute dtype, the rows of expert 0 first; R may be 0.
             probs_R: [R] float32; the routing weights.
             tokens_per_expert: [e] int64; sums to R; zeros are normal and give zero gradients.
 
@@ -29,6 +29,16 @@ class ExpertBackend(Protocol):
             [R, D], weighted by the probs.
         """
         ...
+
+
+def swiglu(gate_up_R2F: Tensor, probs_R: Tensor) -> Tensor:
+    """Compute `scaled_swiglu` by the fused kernel on CUDA, in plain torch elsewhere."""
+    if not gate_up_R2F.is_cuda:
+        return scaled_swiglu(gate_up_R2F, probs_R)
+    # Imported here because torch's CPU builds come without Triton.
+    from moe_framework.moe.kernels.swiglu import fused_scaled_swiglu
+
+    return fused_scaled_swiglu(gate_up_R2F, probs_R)
 
 
 def scaled_swiglu(gate_up_R2F: Tensor, probs_R: Tensor) -> Tensor:

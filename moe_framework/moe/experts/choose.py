@@ -12,13 +12,18 @@ from moe_framework.moe.experts.grouped_mm import grouped_mm_experts, unsupported
 from moe_framework.moe.experts.loop import loop_experts
 from moe_framework.moe.experts.measure import milliseconds
 from moe_framework.moe.experts.mxfp8_emulated import BLOCK, mxfp8_emulated_experts
+from moe_framework.moe.experts.sequential import sequential_experts
 from moe_framework.moe.experts.te import TransformerEngineExperts
 from moe_framework.precision.policy import PrecisionPolicy
 
 EMULATED = "mxfp8_emulated"
 
 # Those without state, which compute in the dtype of what they are given.
-BACKENDS: dict[str, ExpertBackend] = {"loop": loop_experts, "grouped_mm": grouped_mm_experts}
+BACKENDS: dict[str, ExpertBackend] = {
+    "loop": loop_experts,
+    "grouped_mm": grouped_mm_experts,
+    "sequential": sequential_experts,
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,13 @@ def make_backend(name: str, shape: ExpertShape, policy: PrecisionPolicy) -> Expe
 
 
 def choose_experts(
-    name: str, shape: ExpertShape, policy: PrecisionPolicy, device: torch.device, *, preferred: str | None = None
+    name: str,
+    shape: ExpertShape,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    *,
+    preferred: str | None = None,
+    measure: bool = True,
 ) -> Choice:
     """Choose the backend.
 
@@ -91,6 +102,7 @@ def choose_experts(
         device: This rank's.
         preferred: What a checkpoint was trained with: taken by `auto` without timing, where it can be used, because
             two close times would otherwise let a resumed run go on with another backend.
+        measure: Time the candidates where there are several; False leaves it open and names them all.
 
     Returns:
         The choice. Other ranks may measure differently: let one choose and tell the others.
@@ -99,7 +111,7 @@ def choose_experts(
         ConfigError: The named backend cannot compute these shapes here.
         DependencyError: The named backend's package is missing.
     """
-    obstacles = _obstacles(shape, policy, device)
+    obstacles = backend_obstacles(shape, policy, device)
     if name != "auto":
         if (obstacle := obstacles.get(name)) is not None:
             raise _error(f"experts.backend={name} cannot be used: {obstacle}. Set experts.backend=auto.", obstacle)
@@ -115,14 +127,17 @@ def choose_experts(
         return Choice(EMULATED, "the precision mode's own backend")
     if policy.te_recipe is not None and (obstacle := obstacles["te"]) is not None:
         raise _error(f"precision.mode={policy.mode} is computed by Transformer Engine: {obstacle}.", obstacle)
-    usable = [candidate for candidate in ("te", "grouped_mm") if obstacles[candidate] is None]
+    candidates = ("te", "grouped_mm", "sequential") if device.type == "cuda" else ("te", "grouped_mm")
+    usable = [candidate for candidate in candidates if obstacles[candidate] is None]
     if not usable:
         return Choice("loop", f"grouped_mm cannot be used: {obstacles['grouped_mm']}")
     if len(usable) == 1:
-        other = "te" if usable == ["grouped_mm"] else "grouped_mm"
-        return Choice(usable[0], f"{other} cannot be used: {obstacles[other]}")
+        others = [f"{name} cannot be used: {obstacles[name]}" for name in candidates if name not in usable]
+        return Choice(usable[0], "; ".join(others))
     if preferred in usable:
         return Choice(preferred, "as in the checkpoint that is continued")
+    if not measure:
+        return Choice(" or ".join(usable), "the fastest of them, measured at the start of training")
     return _fastest(usable, shape, policy, device)
 
 
@@ -148,13 +163,21 @@ def _fastest(names: list[str], shape: ExpertShape, policy: PrecisionPolicy, devi
             f"experts.backend=auto: none of {', '.join(names)} computes these experts on this device; the log says "
             "why. Set experts.backend=loop, or make the micro-batch smaller."
         )
-    formats = {"te": policy.mode, "grouped_mm": "bf16"}
-    table = ", ".join(f"{name} in {formats[name]} {times[name]:.2f} ms" for name in names)
+    table = ", ".join(f"{name} in {policy.mode if name == 'te' else 'bf16'} {times[name]:.2f} ms" for name in names)
     return Choice(best, f"fastest of: {table}; one layer, forward and backward, {shape.num_rows} rows")
 
 
-def _obstacles(shape: ExpertShape, policy: PrecisionPolicy, device: torch.device) -> dict[str, str | None]:
-    """Why each backend cannot be used, or None."""
+def backend_obstacles(shape: ExpertShape, policy: PrecisionPolicy, device: torch.device) -> dict[str, str | None]:
+    """Say of each backend why it cannot compute a layer.
+
+    Args:
+        shape: The work.
+        policy: Formats.
+        device: Where.
+
+    Returns:
+        The reason by the backend's name; None for those that can.
+    """
     grouped = unsupported_reason(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -162,8 +185,13 @@ def _obstacles(shape: ExpertShape, policy: PrecisionPolicy, device: torch.device
         device_type=device.type,
     )
     plain = "precision.mode=mxfp8_emulated would not be emulated" if policy.mode == EMULATED else None
-    obstacles = {"loop": plain, "grouped_mm": plain or grouped, "te": _te_obstacle(shape, policy, device)}
-    return obstacles | {EMULATED: _emulation_obstacle(shape)}
+    return {
+        "loop": plain,
+        "sequential": plain,
+        "grouped_mm": plain or grouped,
+        "te": _te_obstacle(shape, policy, device),
+        EMULATED: _emulation_obstacle(shape),
+    }
 
 
 def _emulation_obstacle(shape: ExpertShape) -> str | None:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_framework.moe.experts.base import scaled_swiglu
+from moe_framework.moe.experts.base import swiglu
 
 ALIGNMENT_BYTES = 16
 
@@ -16,23 +16,15 @@ def grouped_mm_experts(
 
     D and F must be multiples of 16 bytes (`unsupported_reason`).
     """
+    gate_up, down = gate_up.to(rows_RD.dtype), down.to(rows_RD.dtype)
     offsets = tokens_per_expert.cumsum(0).to(torch.int32)
     gate_up_R2F = F.grouped_mm(rows_RD, gate_up.transpose(-2, -1), offs=offsets)
-    hidden_RF = _swiglu(gate_up_R2F, probs_R)
+    hidden_RF = swiglu(gate_up_R2F, probs_R)
     out_RD = F.grouped_mm(hidden_RF, down.transpose(-2, -1), offs=offsets)
     if out_RD.requires_grad:
         # A broadcast gradient has stride 0, which grouped_mm's backward refuses (torch 2.11).
         out_RD.register_hook(Tensor.contiguous)
     return out_RD
-
-
-def _swiglu(gate_up_R2F: Tensor, probs_R: Tensor) -> Tensor:
-    if not gate_up_R2F.is_cuda:
-        return scaled_swiglu(gate_up_R2F, probs_R)
-    # Imported here because torch's CPU builds come without Triton.
-    from moe_framework.moe.kernels.swiglu import fused_scaled_swiglu
-
-    return fused_scaled_swiglu(gate_up_R2F, probs_R)
 
 
 def unsupported_reason(*, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device_type: str) -> str | None:

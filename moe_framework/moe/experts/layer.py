@@ -1,4 +1,7 @@
-"""The experts' parameters, as a module that FSDP can shard by itself."""
+"""The experts' parameters, as a module that FSDP can shard by itself.
+
+FSDP gathers them in the compute dtype; where it does not shard them, the backend gets the float32 parameters.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ class GroupedExperts(nn.Module):
         self.backend = backend
 
     def forward(self, rows_RD: Tensor, probs_R: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Apply this rank's experts; see `ExpertBackend`."""
+        """Apply this rank's experts, in the rows' dtype; see `ExpertBackend`."""
         return self.backend(_local(self.gate_up), _local(self.down), rows_RD, probs_R, tokens_per_expert)
 
 

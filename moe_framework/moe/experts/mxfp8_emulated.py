@@ -26,6 +26,7 @@ def mxfp8_emulated_experts(
     if rows_RD.shape[0] == 0:
         # torchao's padding takes no empty input; the sum keeps every weight in the graph, with zero gradients.
         return rows_RD + 0.0 * (gate_up.sum() + down.sum() + probs_R.sum()).to(rows_RD.dtype)
+    gate_up, down = gate_up.to(rows_RD.dtype), down.to(rows_RD.dtype)
     offsets = tokens_per_expert.cumsum(0).to(torch.int32)
     gate_up_R2F = _grouped_product(rows_RD, gate_up, offsets)
     out_RD = _grouped_product(scaled_swiglu(gate_up_R2F, probs_R), down, offsets)

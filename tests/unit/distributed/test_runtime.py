@@ -2,7 +2,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_framework.distributed.runtime import LaunchEnvironment, launch_environment, resolve_device, start
+from moe_framework.distributed.runtime import (
+    TE_FUSION_FLAG,
+    LaunchEnvironment,
+    launch_environment,
+    request_te_fusion,
+    resolve_device,
+    start,
+)
 from moe_framework.errors import ConfigError
 
 TORCHRUN = {
@@ -69,6 +76,26 @@ def test_all_of_a_hosts_ranks_get_a_gpu_or_none_does(num_gpus: int, device: str,
 def test_too_few_gpus_are_refused_by_every_rank_of_the_host(num_gpus: int, local_rank: int):
     with pytest.raises(ConfigError, match=rf"device=cuda: the host has {num_gpus} GPUs for 2 ranks"):
         resolve_device("cuda", local_rank, local_world_size=2)
+
+
+def test_the_fusion_is_asked_for_before_transformer_engine_is_imported():
+    environ: dict[str, str] = {}
+    assert request_te_fusion(environ, te_is_imported=False) is None
+    assert environ == {TE_FUSION_FLAG: "1"}
+    assert request_te_fusion(environ, te_is_imported=True) is None
+
+
+def test_asking_for_the_fusion_after_the_import_is_too_late_and_said():
+    environ: dict[str, str] = {}
+    assert "imported before" in (request_te_fusion(environ, te_is_imported=True) or "")
+    assert environ == {}
+
+
+@pytest.mark.parametrize("value", ["0", "", "no"])
+def test_a_fusion_that_the_user_turned_off_stays_off(value: str):
+    environ = {TE_FUSION_FLAG: value}
+    assert f"{TE_FUSION_FLAG}={value} in the environment" in (request_te_fusion(environ, te_is_imported=False) or "")
+    assert environ == {TE_FUSION_FLAG: value}
 
 
 def test_one_process_starts_without_a_launcher_and_leaves_nothing():

@@ -73,6 +73,19 @@ def test_backend_equals_loop_forward_and_backward(name: str, counts: list[int], 
         assert relative_difference(gradient, wanted) <= tolerance
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_float32_weights_are_cast_and_get_float32_gradients(name: str):
+    counts = COUNTS[1]
+    inputs = random_inputs(counts, torch.float32)
+    half = Inputs(*(tensor.to(torch.bfloat16) for tensor in inputs[:3]), inputs.probs_R)
+    out, gradients = run(BACKENDS[name], inputs._replace(rows_RD=half.rows_RD), counts)
+    expected, expected_gradients = run(BACKENDS[name], half, counts)
+    assert torch.equal(out, expected)
+    for gradient, wanted in zip(gradients[:2], expected_gradients[:2], strict=True):
+        assert gradient.dtype == torch.float32
+        assert relative_difference(gradient, wanted.float()) <= 2**-8
+
+
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_expert_with_zero_tokens_gets_zero_grad(backend: ExpertBackend, counts: list[int]):

@@ -68,14 +68,16 @@ def test_te_without_its_package_is_a_dependency_error(monkeypatch: pytest.Monkey
     assert type(caught.value).__name__ == "DependencyError"
 
 
-def test_auto_takes_the_faster_of_two_and_shows_both_times(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("winner", ["te", "grouped_mm", "sequential"])
+def test_auto_takes_the_fastest_and_shows_all_times(winner: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
-    for times, winner in (({"te": 2.0, "grouped_mm": 3.0}, "te"), ({"te": 9.0, "grouped_mm": 3.0}, "grouped_mm")):
+    for times in ({"te": 4.0, "grouped_mm": 3.0, "sequential": 5.0} | {winner: 2.0},):
         monkeypatch.setattr(choose, "milliseconds", lambda make, times=times, **_: times[make.args[0]])
         chosen = choose_experts("auto", SHAPE, BF16, torch.device("cuda"))
         assert chosen.name == winner
         assert f"te in bf16 {times['te']:.2f} ms" in chosen.reason
-        assert "grouped_mm in bf16 3.00 ms" in chosen.reason
+        assert f"grouped_mm in bf16 {times['grouped_mm']:.2f} ms" in chosen.reason
+        assert f"sequential in bf16 {times['sequential']:.2f} ms" in chosen.reason
 
 
 def test_auto_continues_with_a_checkpoints_backend_without_timing(monkeypatch: pytest.MonkeyPatch):
@@ -88,7 +90,7 @@ def test_auto_continues_with_a_checkpoints_backend_without_timing(monkeypatch: p
 def test_auto_says_so_when_every_candidate_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(choose, "milliseconds", lambda make, **_: float("inf"))
-    with pytest.raises(ConfigError, match="none of te, grouped_mm computes these experts"):
+    with pytest.raises(ConfigError, match="none of te, grouped_mm, sequential computes these experts"):
         choose_experts("auto", SHAPE, BF16, torch.device("cuda"))
 
 
