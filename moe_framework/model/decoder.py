@@ -89,6 +89,7 @@ class Decoder(nn.Module):
         )
         self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
         self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
+        self.cross_entropy_sum = cross_entropy_sum
 
     def forward(
         self,
@@ -122,7 +123,9 @@ class Decoder(nn.Module):
             stats.append(layer_stats)
         logits_BSV = self._head(self.norm(x_BSD))
         return DecoderOutput(
-            loss=_cross_entropy_sum(logits_BSV, targets_BS),
+            loss=logits_BSV.new_zeros((), dtype=torch.float32)
+            if targets_BS is None
+            else self.cross_entropy_sum(logits_BSV, targets_BS),
             aux_loss=torch.stack([s.aux_loss for s in stats]).sum(),
             z_loss=torch.stack([s.z_loss for s in stats]).sum(),
             tokens_per_expert_LE=torch.stack([s.tokens_per_expert_E for s in stats]),
@@ -134,8 +137,15 @@ class Decoder(nn.Module):
         return F.linear(x_BSD, self.embed.weight) if self.lm_head is None else self.lm_head(x_BSD)
 
 
-def _cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor | None) -> Tensor:
-    if targets_BS is None:
-        return logits_BSV.new_zeros((), dtype=torch.float32)
+def cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Sum the cross entropy over the targets.
+
+    Args:
+        logits_BSV: [B, S, V] in the compute dtype.
+        targets_BS: [B, S] int64; IGNORE_INDEX where there is none.
+
+    Returns:
+        float32 scalar, nats.
+    """
     logits = logits_BSV.flatten(0, 1).float()
     return F.cross_entropy(logits, targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

@@ -1,12 +1,15 @@
 """torch.compile, of the parts whose shapes do not depend on the routing."""
 
+import torch
+
 from moe_framework.model.block import Block
 from moe_framework.model.decoder import Decoder
 
 
 def compile_blocks(model: Decoder) -> None:
-    """Compile attention and norms in place; parameter names stay.
+    """Compile attention, norms and the loss in place; parameter names stay.
 
+    Compiled, the loss reads the logits as they are, and neither makes a float32 copy of them nor of its gradient.
     The MoE layer stays eager: the sizes of its exchanges are decided by each batch, which would break or
     recompile its graph, and its time is in kernels that compilation does not change.
 
@@ -17,3 +20,4 @@ def compile_blocks(model: Decoder) -> None:
         assert isinstance(block, Block)
         for module in (block.attention_norm, block.attention, block.moe_norm):
             module.compile()
+    model.cross_entropy_sum = torch.compile(model.cross_entropy_sum)
