@@ -139,8 +139,10 @@ class PrecisionConfig:
             Transformer Engine. `auto8`: mxfp8 on Blackwell, fp8_current on Hopper. `mxfp8_emulated`: MXFP8's rounding
             on any device, to study convergence. Master weights, optimizer states, the router, softmax and
             gradient sums are fp32 in every mode.
-        bf16_first_layers: Blocks at the start whose experts stay in bf16 in a quantized mode.
+        bf16_first_layers: Blocks at the start that stay in bf16 in a quantized mode.
         bf16_last_layers: The same at the end.
+        attention: `bf16`, or `quantized`: the four projections of attention as well, in the FP8 modes with one
+            scale per tensor, and in mxfp8_emulated with MXFP8's rounding. Needs torchao (the extra `mx`).
     """
 
     mode: Literal[
@@ -156,6 +158,7 @@ class PrecisionConfig:
     ] = "bf16"
     bf16_first_layers: int = 0
     bf16_last_layers: int = 0
+    attention: Literal["bf16", "quantized"] = "bf16"
 
 
 @dataclass(frozen=True)

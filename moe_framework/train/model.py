@@ -8,6 +8,7 @@ import torch.distributed as dist
 from moe_framework.config.schema import Config
 from moe_framework.distributed.collectives import together
 from moe_framework.distributed.mesh import ParallelMesh
+from moe_framework.errors import ConfigError
 from moe_framework.model.decoder import Decoder
 from moe_framework.model.init import initialise
 from moe_framework.moe.balancing import Balancing
@@ -19,6 +20,8 @@ from moe_framework.moe.experts.layer import GroupedExperts
 from moe_framework.moe.layer import MoELayer
 from moe_framework.moe.router import TopKRouter
 from moe_framework.parallel.apply import apply_parallel
+from moe_framework.precision.linear import quantize_linears
+from moe_framework.precision.modes import MODES
 from moe_framework.precision.policy import DTYPES, PrecisionPolicy, precision_policy
 
 logger = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ def choose_backend(config: Config, device: torch.device, preferred: str | None =
 
     def choose() -> Choice:
         policy = precision_policy(config.precision.mode, device)
-        return choose_experts(config.experts.backend, _shape(config), policy, device, preferred=preferred)
+        return choose_experts(config.experts.backend, expert_shape(config), policy, device, preferred=preferred)
 
     box = [together(choose if dist.get_rank() == 0 else lambda: None)]
     dist.broadcast_object_list(box, src=0)
@@ -113,13 +116,13 @@ def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, ch
                 num_experts=sizes.num_experts,
                 hidden_size=sizes.hidden_size,
                 intermediate_size=sizes.intermediate_size,
-                backend=make_backend(backend, _shape(config), layer_policy),
+                backend=make_backend(backend, expert_shape(config), layer_policy),
             ),
             balancing=Balancing(config.moe.aux_loss, mesh.data_group),
         )
 
     with torch.device("meta"):
-        return Decoder(
+        model = Decoder(
             num_layers=sizes.num_layers,
             hidden_size=sizes.hidden_size,
             num_heads=sizes.num_heads,
@@ -132,9 +135,24 @@ def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, ch
             qk_norm=sizes.qk_norm,
             make_moe=make_moe,
         )
+    if config.precision.attention == "quantized":
+        _quantize_attention(model, config, policy)
+    return model
 
 
-def _shape(config: Config) -> ExpertShape:
+def _quantize_attention(model: Decoder, config: Config, policy: PrecisionPolicy) -> None:
+    if not MODES[policy.mode].attention:
+        raise ConfigError(
+            f"precision.attention=quantized is not available in precision.mode={policy.mode}, which "
+            f"{config.precision.mode} means here. Set precision.attention=bf16."
+        )
+    for layer, block in enumerate(model.layers):
+        if _is_quantized(config, layer, policy):
+            quantize_linears(block.attention, policy.mode)  # pyright: ignore[reportArgumentType]
+
+
+def expert_shape(config: Config) -> ExpertShape:
+    """Return the work of one layer's experts on one rank."""
     sizes = config.model
     return ExpertShape(
         num_local_experts=sizes.num_experts // config.parallel.ep,
@@ -146,11 +164,15 @@ def _shape(config: Config) -> ExpertShape:
 
 def _layer_format(config: Config, layer: int, policy: PrecisionPolicy, choice: Choice) -> tuple[PrecisionPolicy, str]:
     """The formats and backend of one layer: the first and last may stay in bf16."""
-    first, last = config.precision.bf16_first_layers, config.precision.bf16_last_layers
-    if policy.mode in DTYPES or first <= layer < config.model.num_layers - last:
+    if policy.mode in DTYPES or _is_quantized(config, layer, policy):
         return policy, choice.name
     plain = PrecisionPolicy("bf16", policy.compute_dtype, policy.reduce_dtype)
     return plain, "grouped_mm" if choice.name == EMULATED else choice.name
+
+
+def _is_quantized(config: Config, layer: int, policy: PrecisionPolicy) -> bool:
+    first, last = config.precision.bf16_first_layers, config.precision.bf16_last_layers
+    return policy.mode not in DTYPES and first <= layer < config.model.num_layers - last
 
 
 def _dispatcher(config: Config, mesh: ParallelMesh) -> tuple[TokenDispatcher, str]:
