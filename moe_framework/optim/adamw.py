@@ -18,14 +18,14 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         groups: Parameter groups with their `weight_decay`; all DTensors or all plain tensors, float32.
-        compiled: Compile the update. One generated kernel reads and writes each value once; torch's fused kernel
+        compiled: Compile the update. The generated kernel reads and writes each value once; torch's fused kernel
             stores the scaled gradient as well, and works in chunks that do not fill a large GPU.
         options: torch's.
     """
 
     def __init__(self, groups: Any, *, compiled: bool = False, **options: Any):
         super().__init__(groups, fused=True, **options)
-        self._compiled_update = torch.compile(_update, dynamic=False) if compiled else None
+        self._compiled_update = torch.compile(_update, dynamic=True) if compiled else None
 
     @torch.no_grad()
     def step_clipped(self, norm: Tensor, clip_norm: float) -> None:
@@ -47,33 +47,34 @@ class AdamW(torch.optim.AdamW):
         self.grad_scale = None
 
     def _update_compiled(self, group: dict[str, Any], excess: Tensor) -> None:
-        tensors: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
-        params, grads, first, second, _, steps = tensors
-        self._init_group(group, *tensors)
+        lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
+        params, grads, first, second, _, steps = lists
+        self._init_group(group, *lists)
         if not params:
             return
-        local = [[_local(tensor) for tensor in part] for part in (params, grads, first, second)]
         beta1, beta2 = group["betas"]
         # Tensors, because a number that changes would be compiled anew each step.
         lr = torch.full((), group["lr"], dtype=torch.float32, device=steps[0].device)
         assert self._compiled_update is not None
-        self._compiled_update(*local, steps, lr, excess, beta1, beta2, group["weight_decay"], group["eps"])
+        # One tensor after another, flat: one kernel serves all shapes, and tuning it copies no more than one tensor.
+        for *tensors, step in zip(params, grads, first, second, steps, strict=True):
+            flat = [_local(tensor).view(-1) for tensor in tensors]
+            self._compiled_update(*flat, step, lr, excess, beta1, beta2, group["weight_decay"], group["eps"])
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _update(params, grads, first, second, steps, lr, excess, beta1, beta2, weight_decay, eps) -> None:
-    grads = [grad / excess for grad in grads]
+def _update(param, grad, first, second, step, lr, excess, beta1, beta2, weight_decay, eps) -> None:
     adamw(
-        params,
-        grads,
-        first,
-        second,
+        [param],
+        [grad / excess],
+        [first],
+        [second],
         [],
-        steps,
-        foreach=True,
+        [step],
+        foreach=False,
         capturable=True,
         amsgrad=False,
         beta1=beta1,

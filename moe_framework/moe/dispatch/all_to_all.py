@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_framework.distributed.collectives import all_to_all_rows, exchange_counts
+from moe_framework.moe.counts import HostCounts
 from moe_framework.moe.dispatch.base import Dispatched
 from moe_framework.moe.permute import (
     ExpertOrder,
@@ -55,7 +56,9 @@ class AllToAllDispatcher:
         sent = order.tokens_per_expert_E.view(self.group.size(), -1)
         received = exchange_counts(sent, self.group)
         # The one host-device sync of a layer: all-to-all takes its split sizes from the host.
-        input_splits, output_splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        ep, per_expert = self.group.size(), received.sum(0)
+        on_host = torch.cat([sent.sum(1), received.sum(1), per_expert]).tolist()
+        input_splits, output_splits, values = on_host[:ep], on_host[ep : 2 * ep], on_host[2 * ep :]
         rows_RD = all_to_all_rows(rows_ND, output_splits, input_splits, self.group)
         probs_R = all_to_all_rows(probs_N, output_splits, input_splits, self.group)
 
@@ -65,7 +68,7 @@ class AllToAllDispatcher:
         return Dispatched(
             reorder_rows(rows_RD, regroup_R, regroup_inverse_R),
             reorder_rows(probs_R, regroup_R, regroup_inverse_R),
-            received.sum(0),
+            HostCounts.of(per_expert, values),
             handle,
         )
 

@@ -7,9 +7,11 @@ autograd would derive for an indexed copy scatters, which on CUDA takes several 
 import torch
 from torch import Tensor
 
+from moe_framework.moe.counts import HostCounts
+
 
 class GroupPadding:
-    """The places of a layer's rows among padded groups. Syncs with the host for the number of rows.
+    """The places of a layer's rows among padded groups. Syncs with the host, unless the counts are `HostCounts`.
 
     Attributes:
         padded_counts: [e] int64; rows of each expert, padding included.
@@ -20,10 +22,12 @@ class GroupPadding:
     """
 
     def __init__(self, tokens_per_expert: Tensor, alignment: int):
-        counts = tokens_per_expert
-        self.padded_counts = (counts + alignment - 1) // alignment * alignment
+        counts = HostCounts.of(tokens_per_expert)
+        values = counts.tolist()
+        padded_values = [-(-count // alignment) * alignment for count in values]
+        num_rows, num_padded = sum(values), sum(padded_values)
+        self.padded_counts = HostCounts.of((counts + alignment - 1) // alignment * alignment, padded_values)
         padding = self.padded_counts - counts
-        num_rows, num_padded = torch.stack([counts.sum(), self.padded_counts.sum()]).tolist()
         device = counts.device
         before = padding.cumsum(0) - padding
         shift = torch.repeat_interleave(before, counts, output_size=num_rows)

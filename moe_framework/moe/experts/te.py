@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moe_framework.distributed.runtime import request_te_fusion
 from moe_framework.errors import DependencyError
+from moe_framework.moe.counts import HostCounts
 from moe_framework.moe.experts import fused_mxfp8
 from moe_framework.moe.experts.fused_mxfp8 import FUSED, PLAIN, Arrangement
 from moe_framework.moe.experts.padding import GroupPadding
@@ -24,7 +25,7 @@ from moe_framework.precision.recipes import TeRecipe
 
 
 class TransformerEngineExperts:
-    """One layer's experts in Transformer Engine; an `ExpertBackend`. Syncs with the host for the split sizes.
+    """One layer's experts in Transformer Engine; an `ExpertBackend`. Syncs once with the host, for the split sizes.
 
     Args:
         num_local_experts: Experts e of this rank.
@@ -66,7 +67,7 @@ class TransformerEngineExperts:
             gate_up = fused_mxfp8.interleave_gate_up(gate_up, self._arrangement.interleave)
         alignment = max(self._arrangement.row_alignment, 1 if self._recipe is None else self._recipe.row_alignment)
         if alignment == 1:
-            return self._apply(gate_up, down, rows_RD, probs_R, tokens_per_expert)
+            return self._apply(gate_up, down, rows_RD, probs_R, HostCounts.of(tokens_per_expert))
         padding = GroupPadding(tokens_per_expert, alignment)
         out = self._apply(gate_up, down, padding.pad(rows_RD), padding.pad(probs_R), padding.padded_counts)
         return padding.unpad(out)
@@ -120,8 +121,12 @@ class _StackedWeights(torch.autograd.Function):
         # Activation checkpointing hooks every tensor that is saved, to recompute it in backward. The backward pass
         # below is one of its own, for which torch would recompute the whole block a second time and fail: so what
         # Transformer Engine saves is kept.
-        keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        with torch.enable_grad(), keep:
+        # A hook gets a plain alias of the counts, which Transformer Engine would read from the device in backward.
+        def keep(tensor: Tensor) -> Tensor:
+            return counts if tensor.data_ptr() == counts.data_ptr() else tensor
+
+        keep_saved = torch.autograd.graph.saved_tensors_hooks(keep, keep)
+        with torch.enable_grad(), keep_saved:
             leaves = rows.detach().requires_grad_(), probs.detach().requires_grad_()
             out = experts.run(gate_up.detach().to(rows.dtype), down.detach().to(rows.dtype), *leaves, counts)
         ctx.experts, ctx.leaves, ctx.out = experts, leaves, out

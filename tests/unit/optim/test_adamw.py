@@ -56,11 +56,12 @@ def test_a_compiled_update_takes_another_learning_rate_without_compiling_again()
     model = plain_decoder()
     optimizer = build_adamw(model, **SETTINGS, compiled=True)
     norm = torch.ones(())
-    torch._dynamo.utils.counters.clear()
+    graphs = []
     for lr in (1e-2, 2e-2, 3e-3):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step_clipped(norm, 1.0)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(optimizer.param_groups)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] == graphs[2]
