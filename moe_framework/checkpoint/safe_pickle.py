@@ -6,11 +6,12 @@ class of torch nor a function is ever handed to the pickle. What comes out is th
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -23,6 +24,8 @@ from moe_framework.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 
 class _Inert:
@@ -58,7 +61,23 @@ _STAND_INS: dict[tuple[str, str], type[_Inert]] = {
         ("torch.serialization", "_get_layout"),
     )
 }
-_BY_NAME = {name: stand_in for (_, name), stand_in in _STAND_INS.items()}
+# What Megatron-Core's checkpoints name besides: entries of bytes, the plan of a save that it means to reuse, and the
+# folder, if the caller gave a Path.
+_MEGATRON_STAND_INS: dict[tuple[str, str], type[_Inert]] = _STAND_INS | {
+    (module, name): _stand_in(name)
+    for module, name in (
+        (_METADATA, "BytesStorageMetadata"),
+        (_PLANNER, "SavePlan"),
+        (_PLANNER, "WriteItem"),
+        (_PLANNER, "WriteItemType"),
+        (_PLANNER, "TensorWriteData"),
+        (_MEGATRON, "MCoreMetadata"),
+        (_MEGATRON, "MCoreSavePlan"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    )
+}
+_BY_NAME = {name: stand_in for (_, name), stand_in in _MEGATRON_STAND_INS.items()}
 _Dtype = _stand_in("dtype")
 
 
@@ -71,8 +90,12 @@ class _MalformedError(Exception):
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
+    def __init__(self, stream: IO[bytes], stand_ins: dict[tuple[str, str], type[_Inert]]):
+        super().__init__(stream)
+        self._stand_ins = stand_ins
+
     def find_class(self, module: str, name: str) -> Any:
-        stand_in = _STAND_INS.get((module, name))
+        stand_in = self._stand_ins.get((module, name))
         if stand_in is not None:
             return stand_in
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -80,11 +103,12 @@ class _RestrictedUnpickler(pickle.Unpickler):
         raise _RefusedError(f"{module}.{name}")
 
 
-def read_metadata(step_dir: Path) -> Metadata:
+def read_metadata(step_dir: Path, *, allow_bytes: bool = False) -> Metadata:
     """Read a step's `.metadata`.
 
     Args:
         step_dir: The step's folder.
+        allow_bytes: Accept what Megatron-Core writes besides tensors: entries of bytes, whose content stays unread.
 
     Returns:
         Tensors with their chunks, and where each chunk is stored; built from plain numbers and strings only.
@@ -95,7 +119,8 @@ def read_metadata(step_dir: Path) -> Metadata:
     path = step_dir / METADATA_NAME
     try:
         with path.open("rb") as stream:
-            return _rebuild(_RestrictedUnpickler(stream).load())
+            loaded = _RestrictedUnpickler(stream, _MEGATRON_STAND_INS if allow_bytes else _STAND_INS).load()
+            return _rebuild(loaded, allow_bytes)
     except _RefusedError as error:
         raise CheckpointError(
             f"{path}: refused: it wants {error}, which no checkpoint of tensors needs and which may run code. "
@@ -105,14 +130,20 @@ def read_metadata(step_dir: Path) -> Metadata:
         raise CheckpointError(f"{path}: not DCP metadata ({type(error).__name__}: {error}). {RESTORE}") from error
 
 
-def _rebuild(loaded: Any) -> Metadata:
+def _rebuild(loaded: Any, allow_bytes: bool) -> Metadata:
     fields = _fields("Metadata", loaded)
     tensors = _typed(fields.get("state_dict_metadata"), dict)
     storage = _typed(fields.get("storage_data"), dict)
     return Metadata(
-        state_dict_metadata={_typed(name, str): _tensor(tensor) for name, tensor in tensors.items()},
-        storage_data=dict(_storage_item(index, info) for index, info in storage.items()),
+        state_dict_metadata={_typed(name, str): _entry(entry, allow_bytes) for name, entry in tensors.items()},
+        storage_data=dict(_storage_item(index, info, allow_bytes) for index, info in storage.items()),
     )
+
+
+def _entry(value: Any, allow_bytes: bool) -> TensorStorageMetadata | BytesStorageMetadata:
+    if allow_bytes and type(value) is _BY_NAME["BytesStorageMetadata"]:
+        return BytesStorageMetadata()
+    return _tensor(value)
 
 
 def _tensor(value: Any) -> TensorStorageMetadata:
@@ -134,13 +165,17 @@ def _chunk(value: Any) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=_size(fields.get("offsets")), sizes=_size(fields.get("sizes")))
 
 
-def _storage_item(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
+def _storage_item(index: Any, info: Any, allow_bytes: bool) -> tuple[MetadataIndex, _StorageInfo]:
     index_fields = _fields("MetadataIndex", index)
+    offset = index_fields.get("offset")
     info_fields = _fields("_StorageInfo", info)
     if info_fields.get("transform_descriptors") is not None:
         raise _MalformedError("a tensor is stored through a stream transform, which this format does not use")
     return (
-        MetadataIndex(_typed(index_fields.get("fqn"), str), _size(index_fields.get("offset"))),
+        MetadataIndex(
+            _typed(index_fields.get("fqn"), str),
+            None if offset is None and allow_bytes else _size(offset),  # bytes have no place in a tensor
+        ),
         _StorageInfo(
             relative_path=_typed(info_fields.get("relative_path"), str),
             offset=_natural(info_fields.get("offset")),

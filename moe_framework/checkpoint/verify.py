@@ -122,7 +122,7 @@ def check_metadata(step_dir: Path, manifest: Manifest, metadata: Metadata) -> No
             problem = problem or f"it refers to bytes past the end of {info.relative_path}"
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
-        problem = problem or _chunk_problem(name, tensor, storage)
+        problem = problem or chunk_problem(name, tensor, storage)
     if problem is not None:
         raise CheckpointError(f"{step_dir}/.metadata: {problem}. {RESTORE}")
 
@@ -140,7 +140,14 @@ def _table_problem(manifest: Manifest, metadata: Metadata) -> str | None:
     return f"'{name}' is {table.get(name, 'missing')} in it, {manifest.tensors.get(name, 'missing')} in the manifest"
 
 
-def _chunk_problem(name: str, tensor: TensorStorageMetadata, storage: dict[MetadataIndex, _StorageInfo]) -> str | None:
+def chunk_problem(name: str, tensor: TensorStorageMetadata, storage: dict[MetadataIndex, _StorageInfo]) -> str | None:
+    """What keeps a tensor's chunks from filling it exactly once, or None.
+
+    Args:
+        name: The tensor's name.
+        tensor: Its size and chunks.
+        storage: Where the chunks are.
+    """
     size = tensor.size
     filled: list[ChunkStorageMetadata] = []
     for chunk in tensor.chunks:

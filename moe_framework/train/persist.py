@@ -2,9 +2,19 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from moe_framework.checkpoint.convert.base import TensorSource
+from moe_framework.checkpoint.convert.dcp_source import sizes_of_state
+from moe_framework.checkpoint.convert.formats import DCP, detect
+from moe_framework.checkpoint.convert.initial import check_shapes, check_sizes, fill_tensors, open_weights
+from moe_framework.checkpoint.folder import is_complete, newest_step
+from moe_framework.checkpoint.manifest import read_manifest
+from moe_framework.checkpoint.staging import dtype_name
 from moe_framework.checkpoint.state import (
     allocate_optimizer_state,
     model_tensors,
@@ -15,10 +25,16 @@ from moe_framework.checkpoint.state import (
     set_rng_state,
 )
 from moe_framework.config.load import to_dict
+from moe_framework.distributed.collectives import together
 from moe_framework.errors import CheckpointError, ConfigError
 from moe_framework.train.build import Training, checkpoint_dir
 
 logger = logging.getLogger(__name__)
+
+# Do not enter the computation of a model that is already initialised.
+_INITIAL_ONLY = ("init_std", "max_positions")
+# Change the computation without changing the shape of a tensor.
+_HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 
 class Position(NamedTuple):
@@ -96,6 +112,7 @@ def _step_to_resume(training: Training) -> Path | None:
 
 
 def _load(training: Training, step_dir: Path) -> Position:
+    together(lambda: _check_has_optimizer(step_dir))
     allocate_optimizer_state(training.optimizer)
     tensors = model_tensors(training.model) | optimizer_tensors(training.model, training.optimizer)
     manifest = training.store.load(step_dir, tensors)
@@ -112,9 +129,60 @@ def _load(training: Training, step_dir: Path) -> Position:
     return position
 
 
-def _load_weights(training: Training, step_dir: Path) -> None:
-    training.store.load(step_dir, model_tensors(training.model), allow_extra=lambda name: name.startswith("optimizer."))
-    logger.info("initial weights from %s", step_dir)
+def _check_has_optimizer(step_dir: Path) -> None:
+    if not any(name.startswith("optimizer.") for name in read_manifest(step_dir).tensors):
+        raise CheckpointError(
+            f"{step_dir}: has weights only, so that no run can go on from it. Start a new one with "
+            f"checkpoint.init_from={step_dir}."
+        )
+
+
+def _load_weights(training: Training, path: Path) -> None:
+    tensors = model_tensors(training.model)
+    step_dir = together(lambda: _step_in_model_dtypes(path, training, tensors))
+    if step_dir is not None:
+        training.store.load(step_dir, tensors, allow_extra=lambda name: name.startswith("optimizer."))
+    else:
+        source = together(lambda: _open_weights(path, training, tensors))
+        together(lambda: fill_tensors(source, _own_names(tensors)))
+    logger.info("initial weights from %s", path)
+
+
+def _step_in_model_dtypes(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> Path | None:
+    """The step, if the store can load it: it never casts, and a converted step may be in bf16."""
+    if detect(path) != DCP:
+        return None
+    step_dir = path if is_complete(path) else newest_step(path) or path
+    manifest = read_manifest(step_dir)
+    for name, tensor in tensors.items():
+        saved = manifest.tensors.get(name)
+        if saved is not None and saved.shape == tuple(tensor.shape) and saved.dtype != dtype_name(tensor.dtype):
+            return None
+    # A run's own steps may go on with another rotation or top-k on purpose; a converted model's are its own.
+    keys = None if "conversion" in manifest.state else _HEADS
+    _check_sizes(sizes_of_state(manifest.state, str(step_dir)), training, keys, step_dir)
+    return step_dir
+
+
+def _open_weights(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> TensorSource:
+    source = open_weights(path, _sizes(training))
+    _check_sizes(source.config(), training, None, path)
+    check_shapes(source, _own_names(tensors), str(path))
+    return source
+
+
+def _check_sizes(found: dict[str, Any], training: Training, keys: tuple[str, ...] | None, path: Path) -> None:
+    wanted = _sizes(training)
+    check_sizes(found, wanted, keys or [key for key in wanted if key not in _INITIAL_ONLY], str(path))
+
+
+def _sizes(training: Training) -> dict[str, Any]:
+    model = training.config.model
+    return dataclasses.asdict(model) | {"head_dim": model.resolved_head_dim}
+
+
+def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 def _data_identity(training: Training) -> dict[str, Any]:
@@ -132,7 +200,7 @@ def _data_identity(training: Training) -> dict[str, Any]:
 
 def _model_identity(model: dict[str, Any]) -> dict[str, Any]:
     """What enters the computation of a model that is already initialised."""
-    return {f"model.{key}": value for key, value in model.items() if key not in ("init_std", "max_positions")}
+    return {f"model.{key}": value for key, value in model.items() if key not in _INITIAL_ONLY}
 
 
 def _check_same_run(step_dir: Path, state: dict[str, Any], training: Training) -> None:

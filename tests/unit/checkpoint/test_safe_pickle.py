@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from moe_framework.checkpoint import safe_pickle
 from moe_framework.checkpoint.safe_pickle import read_metadata
@@ -123,6 +124,33 @@ def test_bytes_entries_are_refused(tmp_path):
         CheckpointError, match=r"it wants torch\.distributed\.checkpoint\.metadata\.BytesStorageMetadata"
     ):
         read_metadata(tmp_path)
+
+
+def test_entries_of_bytes_are_told_from_tensors_where_megatron_writes_them(tmp_path):
+    entries = {**metadata().state_dict_metadata, "common": BytesStorageMetadata()}
+    storage = {**metadata().storage_data, MetadataIndex("common"): _StorageInfo("__0_0.distcp", 10, 5)}
+    write(tmp_path, metadata(state_dict_metadata=entries, storage_data=storage))
+    read = read_metadata(tmp_path, allow_bytes=True)
+    assert read.state_dict_metadata == entries
+    assert read.storage_data == storage
+
+
+def test_what_megatron_leaves_of_a_plan_is_inert(tmp_path):
+    plan = SavePlan([WriteItem(MetadataIndex("w", [0]), WriteItemType.SHARD)])
+    genuine = metadata()
+    genuine.all_local_plans = [plan]  # pyright: ignore[reportAttributeAccessIssue]
+    write(tmp_path, genuine)
+    assert read_metadata(tmp_path, allow_bytes=True).state_dict_metadata == genuine.state_dict_metadata
+    with pytest.raises(CheckpointError, match=r"it wants torch\.distributed\.checkpoint\.planner\.SavePlan"):
+        read_metadata(tmp_path)
+
+
+def test_payload_beside_entries_of_bytes_is_refused(tmp_path):
+    marker = tmp_path / "ran"
+    write(tmp_path, metadata(state_dict_metadata={"b": BytesStorageMetadata()}, planner_data=Touch(marker)))
+    with pytest.raises(CheckpointError, match=r"refused: it wants posix\.system"):
+        read_metadata(tmp_path, allow_bytes=True)
+    assert not marker.exists()
 
 
 def test_build_on_an_allowed_class_changes_no_class(tmp_path):
