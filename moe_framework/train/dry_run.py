@@ -27,7 +27,8 @@ def describe_sizes(config: Config) -> str:
     experts = model.num_layers * model.num_experts * expert
     active = dense - (table if head else 0) + model.num_layers * model.top_k * expert
     ranks = parallel.dp * parallel.ep * parallel.tp
-    state = BYTES_PER_PARAMETER * (dense + experts) // ranks
+    # Every parameter is sharded over all ranks of a replica, whatever the degrees.
+    state = BYTES_PER_PARAMETER * (dense + experts) * parallel.dp_replicate // ranks
     micro_steps = train.global_batch_size // (train.micro_batch_size * parallel.dp * parallel.ep)
     return "\n".join(
         [

@@ -14,6 +14,7 @@ from moe_framework.moe.balancing import Balancing
 from moe_framework.moe.dispatch.all_to_all import AllToAllDispatcher
 from moe_framework.moe.dispatch.base import TokenDispatcher
 from moe_framework.moe.dispatch.local import LocalDispatcher
+from moe_framework.moe.dispatch.width import WidthDispatcher
 from moe_framework.moe.experts.choose import EMULATED, Choice, ExpertShape, choose_experts, make_backend
 from moe_framework.moe.experts.layer import GroupedExperts
 from moe_framework.moe.layer import MoELayer
@@ -115,7 +116,7 @@ def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, ch
                 intermediate_size=sizes.intermediate_size,
                 backend=make_backend(backend, _shape(config), layer_policy),
             ),
-            balancing=Balancing(config.moe.aux_loss, mesh.data_group),
+            balancing=Balancing(config.moe.aux_loss, mesh.world_group, mesh.tp_group),
         )
 
     with torch.device("meta"):
@@ -136,11 +137,12 @@ def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, ch
 
 def _shape(config: Config) -> ExpertShape:
     sizes = config.model
+    num_tokens = config.train.micro_batch_size * config.data.seq_length // config.parallel.tp
     return ExpertShape(
         num_local_experts=sizes.num_experts // config.parallel.ep,
         hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_rows=config.train.micro_batch_size * config.data.seq_length * sizes.top_k,
+        intermediate_size=sizes.intermediate_size // config.parallel.expert_tp,
+        num_rows=num_tokens * config.parallel.expert_tp * sizes.top_k,
     )
 
 
@@ -154,11 +156,15 @@ def _layer_format(config: Config, layer: int, policy: PrecisionPolicy, choice: C
 
 
 def _dispatcher(config: Config, mesh: ParallelMesh) -> tuple[TokenDispatcher, str]:
-    name, ep = config.dispatcher.backend, config.parallel.ep
+    name, ep, num_experts = config.dispatcher.backend, config.parallel.ep, config.model.num_experts
     if name == "local" or (name == "auto" and ep == 1):
-        return LocalDispatcher(num_experts=config.model.num_experts), "local (ep=1: every expert is on its rank)"
-    dispatcher = AllToAllDispatcher(num_experts=config.model.num_experts, group=mesh.ep_group)
-    return dispatcher, f"all_to_all (exact exchange over ep={ep})"
+        dispatcher, reason = LocalDispatcher(num_experts=num_experts), "local (ep=1: every expert is on its rank)"
+    else:
+        dispatcher = AllToAllDispatcher(num_experts=num_experts, group=mesh.ep_group)
+        reason = f"all_to_all (exact exchange over ep={ep})"
+    if mesh.expert_tp == 1:
+        return dispatcher, reason
+    return WidthDispatcher(dispatcher, group=mesh.tp_group), f"{reason}, gathered over expert_tp={mesh.expert_tp}"
 
 
 def count_parameters(model: Decoder, *, top_k: int, num_experts: int) -> tuple[int, int]:
