@@ -39,7 +39,7 @@ def degree_violations(config: Config, world_size: int, dp: int | None) -> Iterat
 
 
 def tensor_violations(config: Config) -> Iterator[str]:
-    """Yield violations of what tp splits: heads, positions, and the width of the experts."""
+    """Yield violations of what tp splits: heads, positions, vocabulary, and the width of the experts."""
     tp, expert_tp, model, length = config.parallel.tp, config.parallel.expert_tp, config.model, config.data.seq_length
     heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.intermediate_size
     if tp < 1:
@@ -56,6 +56,11 @@ def tensor_violations(config: Config) -> Iterator[str]:
         yield (
             f"data.seq_length={length} must be a multiple of parallel.tp={tp}, because the tp ranks share each row's "
             f"positions. Use {either(near_multiples(length, tp))}."
+        )
+    if model.vocab_size >= 1 and -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
+        yield (
+            f"model.vocab_size={model.vocab_size} leaves a tp rank without a row of the embedding, with parallel.tp={tp} "
+            f"parts of {-(-model.vocab_size // tp)}. Use {either(near_multiples(model.vocab_size, tp)[-1:])}."
         )
     if expert_tp == tp and width >= 1 and width % tp:
         yield (

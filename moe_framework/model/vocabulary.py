@@ -1,6 +1,6 @@
 """Embedding and loss over a vocabulary that the ranks of a group share out.
 
-Rank r has the rows from r·ceil(V/size) on; the last ranks may have fewer, or none. Nothing is padded, so that a
+Rank r has the rows from r·ceil(V/size) on; the last may have fewer. Nothing is padded, so that a
 vocabulary of any size has the same softmax and the same checkpoint at every layout.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3.
@@ -44,7 +44,7 @@ class Embedding(nn.Embedding):
 
 def first_vocabulary_row(vocab_size: int, group: dist.ProcessGroup) -> int:
     """Return the number of the first row of this rank's part, the same split as DTensor's `Shard(0)`."""
-    return min(math.ceil(vocab_size / group.size()) * dist.get_rank(group), vocab_size)
+    return math.ceil(vocab_size / group.size()) * dist.get_rank(group)
 
 
 class _CrossEntropyShare(torch.autograd.Function):
@@ -54,8 +54,6 @@ class _CrossEntropyShare(torch.autograd.Function):
     def forward(ctx, logits_Nv, targets_N, first_row, ignore_index, group):
         logits = logits_Nv.float()
         own, index = _own_targets(targets_N, first_row, logits.shape[1])
-        if logits.shape[1] == 0:
-            logits = F.pad(logits, (0, 1), value=-math.inf)
         limit_N = all_reduce(logits.amax(-1), "max", group)
         sums_N = (logits - limit_N[:, None]).exp().sum(-1)
         chosen_N = torch.where(own, logits.gather(1, index[:, None])[:, 0], 0.0)

@@ -327,6 +327,15 @@ def test_sizes_that_more_ranks_split_unevenly_are_refused():
     assert message in violations_of(overrides, world_size=16)
 
 
+def test_a_vocabulary_too_small_for_every_tp_rank_to_have_a_row_is_refused():
+    overrides = "parallel.tp=4 parallel.ep=1"
+    assert violations_of(f"{overrides} model.vocab_size=9", world_size=4) == [
+        "model.vocab_size=9 leaves a tp rank without a row of the embedding, with parallel.tp=4 parts of 3. Use 12."
+    ]
+    for vocab_size in (8, 10, 11, 13):
+        check(f"{overrides} model.vocab_size={vocab_size}", world_size=4)
+
+
 def test_fewer_kv_heads_than_tp_ranks_are_allowed_where_each_serves_whole_ranks():
     overrides = "parallel.tp=4 parallel.ep=1 model.num_heads=12 model.hidden_size=96 parallel.dp=1"
     for kv_heads in (1, 2, 4, 12):
