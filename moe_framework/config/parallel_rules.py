@@ -57,10 +57,11 @@ def tensor_violations(config: Config) -> Iterator[str]:
             f"data.seq_length={length} must be a multiple of parallel.tp={tp}, because the tp ranks share each row's "
             f"positions. Use {either(near_multiples(length, tp))}."
         )
-    if model.vocab_size >= 1 and -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
+    part = -(-model.vocab_size // tp)
+    if part >= 1 and part * (tp - 1) >= model.vocab_size:
         yield (
-            f"model.vocab_size={model.vocab_size} leaves a tp rank without a row of the embedding, with parallel.tp={tp} "
-            f"parts of {-(-model.vocab_size // tp)}. Use {either(near_multiples(model.vocab_size, tp)[-1:])}."
+            f"model.vocab_size={model.vocab_size} leaves a tp rank without a row of the embedding, with "
+            f"parallel.tp={tp} parts of {part}. Use {part * tp}."
         )
     if expert_tp == tp and width >= 1 and width % tp:
         yield (

@@ -4,6 +4,7 @@ The model has two key and value heads, fewer than the four tp ranks, and an odd 
 """
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ SHORT_LIST = [
     Layout(2, 1, 1, "selective", tp=2, dp_replicate=2),
     Layout(2, 1, 2, "none", tp=2, dp_replicate=2, expert_tp=2),
 ]
-DEGREES = [
+DEGREES: list[dict[str, Any]] = [
     {"dp": 1, "ep": 1, "tp": 2},
     {"dp": 1, "ep": 2, "tp": 2},
     {"dp": 2, "ep": 1, "tp": 2},
