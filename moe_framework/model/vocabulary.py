@@ -48,27 +48,28 @@ def first_vocabulary_row(vocab_size: int, group: dist.ProcessGroup) -> int:
 
 
 class _CrossEntropyShare(torch.autograd.Function):
-    """Keeps the logits in their own dtype and one float32 number a token, and recomputes the softmax in backward."""
+    """Keeps the logits in their own dtype and two float32 numbers a token, and recomputes the softmax in backward."""
 
     @staticmethod
     def forward(ctx, logits_Nv, targets_N, first_row, ignore_index, group):
         logits = logits_Nv.float()
         own, index = _own_targets(targets_N, first_row, logits.shape[1])
         limit_N = all_reduce(logits.amax(-1), "max", group)
+        # Everything relative to the largest logit: it may be far from zero, where float32 is coarse.
         sums_N = (logits - limit_N[:, None]).exp().sum(-1)
-        chosen_N = torch.where(own, logits.gather(1, index[:, None])[:, 0], 0.0)
+        chosen_N = torch.where(own, logits.gather(1, index[:, None])[:, 0] - limit_N, 0.0)
         sums_N, chosen_N = all_reduce(torch.stack((sums_N, chosen_N)), "sum", group)
-        log_z_N = sums_N.log() + limit_N
+        log_sums_N = sums_N.log()
         counted = targets_N != ignore_index
-        ctx.save_for_backward(logits_Nv, log_z_N, targets_N)
+        ctx.save_for_backward(logits_Nv, limit_N, log_sums_N, targets_N)
         ctx.first_row, ctx.ignore_index = first_row, ignore_index
-        return torch.where(counted, log_z_N - chosen_N, 0.0).sum() / group.size()
+        return torch.where(counted, log_sums_N - chosen_N, 0.0).sum() / group.size()
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits_Nv, log_z_N, targets_N = ctx.saved_tensors
+        logits_Nv, limit_N, log_sums_N, targets_N = ctx.saved_tensors
         own, index = _own_targets(targets_N, ctx.first_row, logits_Nv.shape[1])
-        grads_Nv = (logits_Nv.float() - log_z_N[:, None]).exp()
+        grads_Nv = (logits_Nv.float() - limit_N[:, None] - log_sums_N[:, None]).exp()
         columns = torch.arange(logits_Nv.shape[1], device=logits_Nv.device)
         grads_Nv = grads_Nv - (own[:, None] & (columns == index[:, None])).to(grads_Nv.dtype)
         # The objective is the sum of all ranks' equal shares, so its gradient is the whole sum's, not the share's.
@@ -102,23 +103,3 @@ def cross_entropy_share(
     """
     logits_Nv, targets_N = logits_BSv.flatten(0, 1), targets_BS.flatten()
     return _CrossEntropyShare.apply(logits_Nv, targets_N, first_row, ignore_index, group)  # pyright: ignore[reportReturnType]
-
-
-def gather_logits(logits_BSv: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
-    """Put the ranks' logits together, outside autograd.
-
-    Args:
-        logits_BSv: [B, S, v]; of this rank's part of the vocabulary.
-        vocab_size: V.
-        group: The ranks that share the vocabulary.
-
-    Returns:
-        [B, S, V].
-
-    Collective: `group`; every rank must call.
-    """
-    width = math.ceil(vocab_size / group.size())
-    padded = F.pad(logits_BSv.detach(), (0, width - logits_BSv.shape[-1])).contiguous()
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat(parts, dim=-1)[..., :vocab_size]
