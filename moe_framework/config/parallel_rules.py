@@ -52,6 +52,11 @@ def tensor_violations(config: Config) -> Iterator[str]:
             f"parallel.tp={tp} must divide model.num_kv_heads={kv_heads} or be a multiple of it, so that each rank's "
             f"query heads have their key and value heads. Use {either(allowed)}."
         )
+    if tp > 1 and config.precision.attention == "quantized":
+        yield (
+            f"precision.attention=quantized needs whole projections, so parallel.tp=1, not {tp}. "
+            f"Set precision.attention=bf16."
+        )
     if length >= 2 and length % tp:
         yield (
             f"data.seq_length={length} must be a multiple of parallel.tp={tp}, because the tp ranks share each row's "

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from moe_framework.config.schema import AUTO, Config
 from moe_framework.errors import ConfigError
-from moe_framework.precision.modes import TARGETS, Capability, resolve_mode
+from moe_framework.precision.modes import AUTO8, MODES, TARGETS, Capability, resolve_mode
 
 # moe_framework.data.tokenizer.NucleotideTokenizer.vocab_size; data and config are siblings that do not import
 # each other, so a unit test compares the two.
@@ -141,11 +141,12 @@ def backend_violations(config: Config) -> Iterator[str]:
         )
     if config.experts.backend == "te" and "cpu" in (config.device, config.hardware.target):
         yield "experts.backend=te needs a CUDA device. Set experts.backend=auto."
-    if config.experts.backend in ("loop", "grouped_mm") and config.precision.mode not in ("fp32", "bf16"):
+    if config.experts.backend in ("loop", "grouped_mm", "sequential") and config.precision.mode not in ("fp32", "bf16"):
         yield (
             f"experts.backend={config.experts.backend} computes in bf16, so precision.mode={config.precision.mode} "
             f"would not be quantized. Set experts.backend=auto, or precision.mode=bf16."
         )
+    yield from _attention_violations(config)
     if config.experts.backend != "grouped_mm":
         return
     mode = config.precision.mode
@@ -163,6 +164,29 @@ def backend_violations(config: Config) -> Iterator[str]:
             f"experts.backend=grouped_mm on device=cuda computes in bf16 only, not precision.mode={mode}. "
             f"Use precision.mode=bf16 or experts.backend=loop."
         )
+
+
+def _attention_violations(config: Config) -> Iterator[str]:
+    mode = config.precision.mode
+    if config.precision.attention == "bf16" or mode == AUTO8:
+        return
+    if not MODES[mode].attention:
+        able = ", ".join(name for name, properties in MODES.items() if properties.attention)
+        yield (
+            f"precision.attention=quantized is not available in precision.mode={mode}. "
+            f"Use one of {able}, or precision.attention=bf16."
+        )
+        return
+    multiple = 32 if mode == "mxfp8_emulated" else 16
+    sizes = config.model
+    heads = {"num_heads": sizes.num_heads, "num_kv_heads": sizes.num_kv_heads}
+    widths = {f"model.{name} · head_dim": count * sizes.resolved_head_dim for name, count in heads.items()}
+    for name, width in {"model.hidden_size": sizes.hidden_size, **widths}.items():
+        if width % multiple:
+            yield (
+                f"{name}={width} must be a multiple of {multiple} for precision.attention=quantized in {mode}. "
+                f"Use {either(near_multiples(width, multiple))}, or precision.attention=bf16."
+            )
 
 
 def data_violations(config: Config) -> Iterator[str]:

@@ -141,8 +141,10 @@ class PrecisionConfig:
             Transformer Engine. `auto8`: mxfp8 on Blackwell, fp8_current on Hopper. `mxfp8_emulated`: MXFP8's rounding
             on any device, to study convergence. Master weights, optimizer states, the router, softmax and
             gradient sums are fp32 in every mode.
-        bf16_first_layers: Blocks at the start whose experts stay in bf16 in a quantized mode.
+        bf16_first_layers: Blocks at the start that stay in bf16 in a quantized mode.
         bf16_last_layers: The same at the end.
+        attention: `bf16`, or `quantized`: the four projections of attention as well, in the FP8 modes with one
+            scale per tensor, and in mxfp8_emulated with MXFP8's rounding. Needs torchao (the extra `mx`).
     """
 
     mode: Literal[
@@ -158,6 +160,7 @@ class PrecisionConfig:
     ] = "bf16"
     bf16_first_layers: int = 0
     bf16_last_layers: int = 0
+    attention: Literal["bf16", "quantized"] = "bf16"
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,8 @@ class TrainConfig:
         seed: Seed of the initial weights and of the data order.
         activation_checkpointing: `none`; `selective` (keep matrix products, attention and routing, recompute
             the rest); `full` (keep each block's input and its routing choice only).
-        compile: Compile attention and its and the experts' norms with torch.compile; routing stays eager.
+        compile: Compile attention, the norms, the loss and the optimizer's update with torch.compile; routing
+            stays eager.
         deterministic: Refuse operations that are not bit-reproducible (on GPU; CPU runs are reproducible anyway).
         dry_run: Validate, print the resolved configuration and the sizes, and stop before training.
         max_nonfinite_steps: Consecutive steps with a non-finite loss or gradient norm, each skipped, after

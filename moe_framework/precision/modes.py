@@ -25,23 +25,25 @@ class Mode:
         least: Smallest CUDA compute capability; None where any device will do, also a CPU.
         below: Capability from which on it is not available; None for no such limit.
         products: What quantizes the experts' products, for the error's text and the documents.
+        attention: Whether attention's projections can be quantized too.
     """
 
     compute: str
     least: Capability | None = None
     below: Capability | None = None
     products: str = "nothing"
+    attention: bool = False
 
 
 MODES = {
     "fp32": Mode("fp32"),
     "bf16": Mode("bf16"),
-    "fp8_current": Mode("bf16", (8, 9), None, "FP8 with one scale per tensor, from the tensor itself"),
-    "fp8_delayed": Mode("bf16", (8, 9), None, "FP8 with one scale per tensor, from earlier steps"),
-    "fp8_block": Mode("bf16", (9, 0), (10, 0), "FP8 with a scale per block of 128"),
+    "fp8_current": Mode("bf16", (8, 9), None, "FP8 with one scale per tensor, from the tensor itself", True),
+    "fp8_delayed": Mode("bf16", (8, 9), None, "FP8 with one scale per tensor, from earlier steps", True),
+    "fp8_block": Mode("bf16", (9, 0), (10, 0), "FP8 with a scale per block of 128", True),
     "mxfp8": Mode("bf16", (10, 0), None, "FP8 with a power-of-two scale per 32 elements"),
     "nvfp4": Mode("bf16", (10, 0), None, "4-bit floats with a scale per 16 elements"),
-    "mxfp8_emulated": Mode("bf16", None, None, "MXFP8's rounding, with the products in bf16"),
+    "mxfp8_emulated": Mode("bf16", None, None, "MXFP8's rounding, with the products in bf16", True),
 }
 AUTO8 = "auto8"
 

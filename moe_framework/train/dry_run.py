@@ -6,6 +6,20 @@ from moe_framework.config.schema import Config
 BYTES_PER_PARAMETER = 16
 
 
+def state_bytes_per_rank(config: Config) -> int:
+    """Return the bytes of weights, gradients and optimizer that each rank keeps; activations come on top.
+
+    Args:
+        config: Validated; dp is resolved.
+    """
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int), "validate() resolves dp"
+    dense, experts, _ = _parameters(config)
+    # Every parameter is sharded over all ranks of a replica, whatever the degrees.
+    ranks_of_replica = parallel.dp // parallel.dp_replicate * parallel.ep * parallel.tp
+    return BYTES_PER_PARAMETER * (dense + experts) // ranks_of_replica
+
+
 def describe_sizes(config: Config) -> str:
     """Describe the sizes of a validated configuration.
 
@@ -15,20 +29,11 @@ def describe_sizes(config: Config) -> str:
     Returns:
         Lines of text: parameters, active parameters, per-rank state in bytes, tokens and micro-steps per step.
     """
-    model, parallel, train = config.model, config.parallel, config.train
+    parallel, train = config.parallel, config.train
     assert isinstance(parallel.dp, int), "validate() resolves dp"
-    attention = 2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.resolved_head_dim
-    expert = 3 * model.hidden_size * model.intermediate_size
-    router = model.hidden_size * model.num_experts
-    norms = 2 * model.hidden_size + (2 * model.resolved_head_dim if model.qk_norm else 0)
-    table = model.vocab_size * model.hidden_size
-    head = 0 if model.tie_embeddings else table
-    dense = model.num_layers * (attention + router + norms) + model.hidden_size + table + head
-    experts = model.num_layers * model.num_experts * expert
-    active = dense - (table if head else 0) + model.num_layers * model.top_k * expert
+    dense, experts, active = _parameters(config)
     ranks = parallel.dp * parallel.ep * parallel.tp
-    # Every parameter is sharded over all ranks of a replica, whatever the degrees.
-    state = BYTES_PER_PARAMETER * (dense + experts) * parallel.dp_replicate // ranks
+    state = state_bytes_per_rank(config)
     micro_steps = train.global_batch_size // (train.micro_batch_size * parallel.dp * parallel.ep)
     return "\n".join(
         [
@@ -39,3 +44,18 @@ def describe_sizes(config: Config) -> str:
             f"{micro_steps} micro-steps",
         ]
     )
+
+
+def _parameters(config: Config) -> tuple[int, int, int]:
+    """Count the parameters outside and inside experts, and those that one token uses in matrix products."""
+    model = config.model
+    attention = 2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.resolved_head_dim
+    expert = 3 * model.hidden_size * model.intermediate_size
+    router = model.hidden_size * model.num_experts
+    norms = 2 * model.hidden_size + (2 * model.resolved_head_dim if model.qk_norm else 0)
+    table = model.vocab_size * model.hidden_size
+    head = 0 if model.tie_embeddings else table
+    dense = model.num_layers * (attention + router + norms) + model.hidden_size + table + head
+    experts = model.num_layers * model.num_experts * expert
+    active = dense - (table if head else 0) + model.num_layers * model.top_k * expert
+    return dense, experts, active

@@ -1,6 +1,7 @@
 """The model of a config, spread over the mesh and initialised."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from moe_framework.config.schema import Config
 from moe_framework.distributed.collectives import together
 from moe_framework.distributed.mesh import ParallelMesh
+from moe_framework.errors import ConfigError
 from moe_framework.model.decoder import Decoder
 from moe_framework.model.init import initialise
 from moe_framework.moe.balancing import Balancing
@@ -20,6 +22,8 @@ from moe_framework.moe.experts.layer import GroupedExperts
 from moe_framework.moe.layer import MoELayer
 from moe_framework.moe.router import TopKRouter
 from moe_framework.parallel.apply import apply_parallel
+from moe_framework.precision.linear import quantize_linears
+from moe_framework.precision.modes import MODES
 from moe_framework.precision.policy import DTYPES, PrecisionPolicy, precision_policy
 
 logger = logging.getLogger(__name__)
@@ -45,7 +49,7 @@ def choose_backend(config: Config, device: torch.device, preferred: str | None =
 
     def choose() -> Choice:
         policy = precision_policy(config.precision.mode, device)
-        return choose_experts(config.experts.backend, _shape(config), policy, device, preferred=preferred)
+        return choose_experts(config.experts.backend, expert_shape(config), policy, device, preferred=preferred)
 
     box = [together(choose if dist.get_rank() == 0 else lambda: None)]
     dist.broadcast_object_list(box, src=0)
@@ -53,7 +57,14 @@ def choose_backend(config: Config, device: torch.device, preferred: str | None =
     return box[0]
 
 
-def build_model(config: Config, mesh: ParallelMesh, device: torch.device, choice: Choice | None = None) -> Decoder:
+def build_model(
+    config: Config,
+    mesh: ParallelMesh,
+    device: torch.device,
+    choice: Choice | None = None,
+    *,
+    draw: Callable[..., None] = initialise,
+) -> Decoder:
     """Build this rank's shards of the model, initialised from `train.seed`.
 
     Args:
@@ -61,6 +72,7 @@ def build_model(config: Config, mesh: ParallelMesh, device: torch.device, choice
         mesh: The run's mesh.
         device: This rank's device.
         choice: From `choose_backend`, which is called where it is not given.
+        draw: Fills the parameters, called as `initialise` is.
 
     Returns:
         The decoder under FSDP.
@@ -85,7 +97,7 @@ def build_model(config: Config, mesh: ParallelMesh, device: torch.device, choice
         compile_model=config.train.compile,
     )
     logger.info("drawing the initial weights from train.seed=%d", config.train.seed)
-    initialise(model, seed=config.train.seed, init_std=config.model.init_std, num_layers=config.model.num_layers)
+    draw(model, seed=config.train.seed, init_std=config.model.init_std, num_layers=config.model.num_layers)
     return model
 
 
@@ -114,13 +126,13 @@ def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, ch
                 num_experts=sizes.num_experts,
                 hidden_size=sizes.hidden_size,
                 intermediate_size=sizes.intermediate_size,
-                backend=make_backend(backend, _shape(config), layer_policy),
+                backend=make_backend(backend, expert_shape(config), layer_policy),
             ),
             balancing=Balancing(config.moe.aux_loss, mesh.world_group, mesh.tp_group),
         )
 
     with torch.device("meta"):
-        return Decoder(
+        model = Decoder(
             num_layers=sizes.num_layers,
             hidden_size=sizes.hidden_size,
             num_heads=sizes.num_heads,
@@ -133,9 +145,24 @@ def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, ch
             qk_norm=sizes.qk_norm,
             make_moe=make_moe,
         )
+    if config.precision.attention == "quantized":
+        _quantize_attention(model, config, policy)
+    return model
 
 
-def _shape(config: Config) -> ExpertShape:
+def _quantize_attention(model: Decoder, config: Config, policy: PrecisionPolicy) -> None:
+    if not MODES[policy.mode].attention:
+        raise ConfigError(
+            f"precision.attention=quantized is not available in precision.mode={policy.mode}, which "
+            f"{config.precision.mode} means here. Set precision.attention=bf16."
+        )
+    for layer, block in enumerate(model.layers):
+        if _is_quantized(config, layer, policy):
+            quantize_linears(block.attention, policy.mode)  # pyright: ignore[reportArgumentType]
+
+
+def expert_shape(config: Config) -> ExpertShape:
+    """Return the work of one layer's experts on one rank."""
     sizes = config.model
     num_tokens = config.train.micro_batch_size * config.data.seq_length // config.parallel.tp
     return ExpertShape(
@@ -148,11 +175,15 @@ def _shape(config: Config) -> ExpertShape:
 
 def _layer_format(config: Config, layer: int, policy: PrecisionPolicy, choice: Choice) -> tuple[PrecisionPolicy, str]:
     """The formats and backend of one layer: the first and last may stay in bf16."""
-    first, last = config.precision.bf16_first_layers, config.precision.bf16_last_layers
-    if policy.mode in DTYPES or first <= layer < config.model.num_layers - last:
+    if policy.mode in DTYPES or _is_quantized(config, layer, policy):
         return policy, choice.name
     plain = PrecisionPolicy("bf16", policy.compute_dtype, policy.reduce_dtype)
     return plain, "grouped_mm" if choice.name == EMULATED else choice.name
+
+
+def _is_quantized(config: Config, layer: int, policy: PrecisionPolicy) -> bool:
+    first, last = config.precision.bf16_first_layers, config.precision.bf16_last_layers
+    return policy.mode not in DTYPES and first <= layer < config.model.num_layers - last
 
 
 def _dispatcher(config: Config, mesh: ParallelMesh) -> tuple[TokenDispatcher, str]:

@@ -107,6 +107,10 @@ RULES = [
         "strides of 16 bytes. Use 64 or 72, or experts.backend=loop.",
     ),
     (
+        "parallel.tp=2 parallel.ep=1 precision.attention=quantized precision.mode=mxfp8_emulated",
+        "precision.attention=quantized needs whole projections, so parallel.tp=1, not 2. Set precision.attention=bf16.",
+    ),
+    (
         "parallel.tp=2 parallel.ep=1 model.hidden_size=129 model.head_dim=32",
         "parallel.dp·tp = 1 (auto, of 2 ranks)·2 = 2 must divide model.hidden_size=129 and "
         "2·model.intermediate_size=256, because the experts' weights are split evenly. Use another parallel.tp than 2.",

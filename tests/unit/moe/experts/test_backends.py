@@ -77,7 +77,8 @@ def test_backend_equals_loop_forward_and_backward(name: str, counts: list[int], 
 def test_float32_weights_are_cast_and_get_float32_gradients(name: str):
     counts = COUNTS[1]
     inputs = random_inputs(counts, torch.float32)
-    half = Inputs(*(tensor.to(torch.bfloat16) for tensor in inputs[:3]), inputs.probs_R)
+    gate_up, down, rows, probs = inputs
+    half = Inputs(gate_up.bfloat16(), down.bfloat16(), rows.bfloat16(), probs)
     out, gradients = run(BACKENDS[name], inputs._replace(rows_RD=half.rows_RD), counts)
     expected, expected_gradients = run(BACKENDS[name], half, counts)
     assert torch.equal(out, expected)

@@ -45,7 +45,8 @@ def test_difference_from_fp32_is_that_of_e4m3_and_not_that_of_bf16(case):
         ("out", "gate_up", "down", "rows", "probs"), emulated, in_bf16, exact, strict=True
     ):
         distance = ((value.float() - reference).norm() / reference.norm()).item()
-        assert distance < bound, name
+        # The norm of n independent errors spreads by 1 / sqrt(2n): three times that, for the few gradients of probs.
+        assert distance < bound * (1 + 3 / math.sqrt(2 * value.numel())), name
         # bf16 has four more bits, so emulation that did nothing would be far closer.
         assert distance > 3 * ((plain.float() - reference).norm() / reference.norm()).item(), name
 
