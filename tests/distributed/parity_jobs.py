@@ -4,7 +4,7 @@ Both return the same `Trace`. The reference uses no FSDP, no DTensor, no dispatc
 accumulation, and torch's own clipping and unfused AdamW.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,17 +55,19 @@ class Spec:
         rows: Document lengths of each row of the global batch.
         aux_loss: `moe.aux_loss`.
         tie_embeddings: `model.tie_embeddings`.
+        changes: Other changes to the sizes of the model, as (name, value).
     """
 
     seed: int
     rows: tuple[tuple[int, ...], ...] = PADDED_ROWS
     aux_loss: Any = "sequence"
     tie_embeddings: bool = False
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def sizes(self) -> ModelConfig:
         """Sizes of the model."""
-        return replace(SMALL, tie_embeddings=self.tie_embeddings)
+        return replace(SMALL, tie_embeddings=self.tie_embeddings, **dict(self.changes))
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class Layout:
         compiled: `train.compile`.
         mode: `precision.mode`.
         dispatcher: `dispatcher.backend`.
+        tp: `parallel.tp`.
+        dp_replicate: `parallel.dp_replicate`.
+        expert_tp: `parallel.expert_tp`.
     """
 
     dp: int
@@ -91,14 +96,24 @@ class Layout:
     compiled: bool = False
     mode: Any = "fp32"
     dispatcher: Any = "auto"
+    tp: int = 1
+    dp_replicate: int = 1
+    expert_tp: int = 1
 
     def __str__(self) -> str:
-        return f"dp{self.dp}-ep{self.ep}-acc{self.accumulation}-{self.checkpointing}-{self.backend}"
+        axes = {"dp": self.dp, "ep": self.ep, "tp": self.tp, "replicas": self.dp_replicate, "etp": self.expert_tp}
+        degrees = "-".join(f"{axis}{degree}" for axis, degree in axes.items() if degree > 1 or axis in ("dp", "ep"))
+        return f"{degrees}-acc{self.accumulation}-{self.checkpointing}-{self.backend}"
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Arguments of `build_mesh`."""
+        return {name: getattr(self, name) for name in ("dp", "ep", "tp", "dp_replicate", "expert_tp")}
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.ep
+        return self.dp * self.ep * self.tp
 
 
 @dataclass
@@ -111,8 +126,9 @@ class Trace:
         parameters: After the last step.
         exp_avg: First Adam moments after the last step.
         exp_avg_sq: Second Adam moments after the last step.
-        scalars: Loss, aux_loss, z_loss and grad_norm of each step.
+        scalars: Loss, aux_loss, z_loss, grad_norm and summed routing entropy of each step.
         tokens_per_expert: [L, E] of each step.
+        differing_replicas: Names of parameters and moments that are not the same in all replicas at the end.
         margin: Smallest distance of a token's K-th from its (K+1)-th logit; of the reference only.
     """
 
@@ -123,6 +139,7 @@ class Trace:
     exp_avg_sq: dict[str, Tensor]
     scalars: list[dict[str, float]]
     tokens_per_expert: list[Tensor]
+    differing_replicas: list[str] = field(default_factory=list)
     margin: float = float("inf")
 
 
@@ -160,8 +177,9 @@ def idle_one_expert(model: Decoder) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a copy of a whole tensor. Collective for a DTensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    """Gather a copy of a whole tensor, in the shape of the plain model. Collective for a DTensor."""
+    full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return full.flatten(1, 2) if full.dim() == 4 else full
 
 
 def put(parameter: Tensor, value: Tensor) -> None:
@@ -188,6 +206,21 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> dict[str, Tensor]:
     """Return whole Adam moments by parameter name. Collective."""
     return {name: whole(optimizer.state[p][key]) for name, p in model.named_parameters()}
+
+
+def replicas_differ(tensor: Tensor) -> bool:
+    """Return whether ranks that should hold the same values do not. Collective for a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return False
+    differ = False
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            group = tensor.device_mesh.get_group(axis)
+            own = tensor.to_local().detach()
+            others = [torch.empty_like(own) for _ in range(group.size())]
+            dist.all_gather(others, own.contiguous(), group=group)
+            differ |= not all(torch.equal(other, own) for other in others)
+    return differ
 
 
 def reference(spec: Spec) -> Trace:
@@ -232,6 +265,7 @@ def reference(spec: Spec) -> Trace:
                 "aux_loss": aux_loss.item() / num_layers,
                 "z_loss": z_loss.item() / num_layers,
                 "grad_norm": norm.item(),
+                "entropy": out.entropy_L.sum().item(),
             }
         )
         trace.tokens_per_expert.append(out.tokens_per_expert_LE)
@@ -251,7 +285,7 @@ def config_of(spec: Spec, layout: Layout) -> Config:
     """Return the configuration of one run."""
     return Config(
         device="cpu",
-        parallel=ParallelConfig(dp=layout.dp, ep=layout.ep),
+        parallel=ParallelConfig(**layout.degrees),
         model=spec.sizes,
         moe=MoeConfig(spec.aux_loss, OBJECTIVE.aux_loss_coeff, OBJECTIVE.z_loss_coeff),
         experts=ExpertsConfig(layout.backend),
@@ -265,7 +299,7 @@ def config_of(spec: Spec, layout: Layout) -> Config:
 
 def built(spec: Spec, layout: Layout) -> tuple[Decoder, ParallelMesh]:
     """Build the model of a layout. Collective."""
-    mesh = build_mesh("cpu", dp=layout.dp, ep=layout.ep)
+    mesh = build_mesh("cpu", **layout.degrees)
     model = build_model(config_of(spec, layout), mesh, torch.device("cpu"))
     idle_one_expert(model)
     return model, mesh
@@ -295,11 +329,15 @@ def train(spec: Spec, layout: Layout) -> Trace:
         assert result.applied
         assert step > 0 or result.grad_norm == unclipped
         names = ("loss", "aux_loss", "z_loss", "grad_norm")
-        trace.scalars.append({name: getattr(result, name) for name in names})
+        scalars = {name: getattr(result, name) for name in names}
+        trace.scalars.append(scalars | {"entropy": result.entropy_L.sum().item()})
         trace.tokens_per_expert.append(result.tokens_per_expert_LE)
     trace.parameters.update(parameters_of(model))
     trace.exp_avg.update(moments_of(model, optimizer, "exp_avg"))
     trace.exp_avg_sq.update(moments_of(model, optimizer, "exp_avg_sq"))
+    for name, parameter in model.named_parameters():
+        tensors = {"parameter": parameter, **optimizer.state[parameter]}
+        trace.differing_replicas.extend(f"{name}: {key}" for key, tensor in tensors.items() if replicas_differ(tensor))
     if dist.get_rank() > 0:
         for tensors in (trace.initial, trace.gradients, trace.parameters, trace.exp_avg, trace.exp_avg_sq):
             tensors.clear()
