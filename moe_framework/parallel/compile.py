@@ -20,5 +20,6 @@ def compile_blocks(model: Decoder) -> None:
         assert isinstance(block, Block)
         for module in (block.attention_norm, block.attention, block.moe_norm):
             module.compile()
-    if model.cross_entropy_sum is cross_entropy_sum:  # that over parts of the vocabulary exchanges sums, and stays eager
+    # The loss over parts of the vocabulary exchanges sums between ranks, and stays eager.
+    if model.cross_entropy_sum is cross_entropy_sum:
         model.cross_entropy_sum = torch.compile(cross_entropy_sum)
