@@ -150,9 +150,9 @@ def backend_violations(config: Config) -> Iterator[str]:
     if config.experts.backend != "grouped_mm":
         return
     mode = config.precision.mode
-    multiple = _GROUPED_MM_ALIGNMENT_BYTES // (4 if mode == "fp32" else 2)
-    for path in ("model.hidden_size", "model.intermediate_size"):
-        size = attrgetter(path)(config)
+    alignment = _GROUPED_MM_ALIGNMENT_BYTES // (4 if mode == "fp32" else 2)
+    for path, parts in (("model.hidden_size", 1), ("model.intermediate_size", max(config.parallel.expert_tp, 1))):
+        size, multiple = attrgetter(path)(config), alignment * parts
         if size >= 1 and size % multiple:
             yield (
                 f"{path}={size} must be a multiple of {multiple} for experts.backend=grouped_mm in {mode}, which needs "

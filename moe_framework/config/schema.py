@@ -31,9 +31,11 @@ class ParallelConfig:
     Attributes:
         dp: Data-parallel degree, or `auto`: the world size divided by ep · tp.
         ep: Expert-parallel degree; divides `model.num_experts`.
-        tp: Tensor-parallel degree. Only 1 is implemented.
-        dp_replicate: Number of model replicas inside dp (HSDP); divides dp. Only 1 is implemented.
-        expert_tp: Ranks that share one expert's width: 1 or tp.
+        tp: Tensor-parallel degree: ranks that share the heads, the vocabulary and the positions of each row; divides
+            model.num_heads and data.seq_length.
+        dp_replicate: Number of model replicas inside dp (HSDP); divides dp.
+        expert_tp: Ranks that share one expert's width: 1, where each tp rank's tokens meet whole experts, or tp, for
+            experts too large for one GPU.
     """
 
     dp: int | Literal["auto"] = AUTO

@@ -66,6 +66,87 @@ def all_to_all_rows(
     return _AllToAllRows.apply(x_ND, output_splits, input_splits, group)  # pyright: ignore[reportReturnType]
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BSD, group):
+        ctx.group = group
+        return _all_gather_sequence(x_BSD, group)
+
+    @staticmethod
+    def backward(ctx, grad_BSD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _reduce_scatter_sequence(grad_BSD, ctx.group), None
+
+
+class _SumScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BSD, group):
+        ctx.group = group
+        return _reduce_scatter_sequence(x_BSD, group)
+
+    @staticmethod
+    def backward(ctx, grad_BSD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _all_gather_sequence(grad_BSD, ctx.group), None
+
+
+def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # Blocks arrive stacked along dim 0, one a rank; with one row that is sequence order already.
+    blocks = x.transpose(0, 1).contiguous()
+    out = torch.ops._c10d_functional.all_gather_into_tensor(blocks, group.size(), group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(out).transpose(0, 1)
+
+
+def _reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    blocks = x.transpose(0, 1).contiguous()
+    out = torch.ops._c10d_functional.reduce_scatter_tensor(blocks, "sum", group.size(), group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(out).transpose(0, 1)
+
+
+def gather_sequence(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Put the ranks' parts of each row together; backward adds the ranks' gradients of each part.
+
+    Args:
+        x_BSD: [B, S/size, D]; this rank's consecutive positions of each row.
+        group: The tensor-parallel group.
+
+    Returns:
+        [B, S, D].
+
+    Collective: `group`; every rank must call, in forward and in backward.
+    """
+    return _GatherSequence.apply(x_BSD, group)  # pyright: ignore[reportReturnType]
+
+
+def sum_scatter_sequence(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Add the ranks' tensors and keep this rank's positions; the transpose of `gather_sequence`.
+
+    Args:
+        x_BSD: [B, S, D]; this rank's term of the sum.
+        group: The tensor-parallel group, whose size divides S.
+
+    Returns:
+        [B, S/size, D].
+
+    Collective: `group`; every rank must call, in forward and in backward.
+    """
+    return _SumScatterSequence.apply(x_BSD, group)  # pyright: ignore[reportReturnType]
+
+
+def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    """Reduce over a group into a new tensor, outside autograd; unlike `all_reduce_sum`, torch.compile can trace it.
+
+    Args:
+        tensor: Any shape and dtype.
+        op: `sum` or `max`.
+        group: The group.
+
+    Returns:
+        The result, the same on every rank.
+
+    Collective: `group`; every rank must call.
+    """
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(tensor, op, group.group_name))
+
+
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Transpose a table of counts over a group.
 

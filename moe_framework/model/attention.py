@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from moe_framework.model.linear import Linear
 from moe_framework.model.rope import apply_rotary, rotary_tables
+from moe_framework.model.sequence import WholeSequence
 
 # The fastest first: on Hopper, cuDNN's takes about half the time of torch's own flash kernel.
 KERNELS = [
@@ -57,6 +59,10 @@ class Attention(nn.Module):
         head_dim: Channels of a head.
         qk_norm_eps: Normalise queries and keys per head before the rotation, as Qwen3 does, with this added to the
             mean square; None for no norm.
+
+    Attributes:
+        sequence: Gathers the rows that this rank holds a part of. Under tensor parallelism the projections hold this
+            rank's heads, and the result is one term of a sum over ranks, which it scatters again.
     """
 
     def __init__(
@@ -70,11 +76,11 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.head_dim = head_dim
-        self.grouped = num_heads != num_kv_heads
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.sequence = WholeSequence()
+        self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm = None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
 
@@ -82,12 +88,15 @@ class Attention(nn.Module):
         """Attend.
 
         Args:
-            x_BSD: [B, S, D].
-            context: Rotation tables and mask.
+            x_BSD: [B, S, D]; S are this rank's positions.
+            context: Rotation tables and mask, of whole rows.
 
         Returns:
             [B, S, D].
+
+        Collective: the tensor-parallel group, if there is one; every rank must call.
         """
+        x_BSD = self.sequence.gather(x_BSD)
         q, k, v = (
             projection(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -98,9 +107,9 @@ class Attention(nn.Module):
         k = apply_rotary(k, context.cos, context.sin)
         with sdpa_kernel(KERNELS, set_priority=True):
             out_BHSd = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=context.mask, is_causal=context.mask is None, enable_gqa=self.grouped
+                q, k, v, attn_mask=context.mask, is_causal=context.mask is None, enable_gqa=q.shape[1] != k.shape[1]
             )
-        return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
+        return self.sequence.sum_scatter(self.o_proj(out_BHSd.transpose(1, 2).flatten(2)))
 
 
 def attention_context(

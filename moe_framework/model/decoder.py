@@ -9,21 +9,26 @@ from torch import Tensor, nn
 
 from moe_framework.model.attention import Attention, attention_context
 from moe_framework.model.block import Block
-from moe_framework.moe.layer import MoELayer, TokenLayout
+from moe_framework.model.linear import Linear, local_weight
+from moe_framework.model.sequence import WholeSequence
+from moe_framework.model.vocabulary import Embedding
+from moe_framework.moe.layer import MoELayer
 
 IGNORE_INDEX = -100
 
 
 class DecoderOutput(NamedTuple):
-    """Sums over this rank's micro-batch; the training step divides them by global counts.
+    """This rank's part of the sums over a micro-batch; the training step adds the ranks' and divides by global counts.
 
     Attributes:
-        loss: float32 scalar; cross entropy in nats, summed over the targets.
+        loss: float32 scalar; cross entropy in nats, summed over the targets. The ranks of a tensor-parallel group
+            have equal shares of it; of the other sums, each has that over its own tokens.
         aux_loss: float32 scalar; load-balancing loss, summed over tokens and layers.
         z_loss: float32 scalar; router z-loss, summed over tokens and layers.
         tokens_per_expert_LE: [L, E] int64; token copies that chose each expert.
         entropy_L: [L] float32; routing entropy in nats, summed over tokens.
-        logits_BSV: [B, S, V] in compute dtype, when no targets were given; otherwise None, to let them be freed.
+        logits_BSV: [B, S, V] in compute dtype, when no targets were given; otherwise None, to let them be freed. V is
+            this rank's part of the vocabulary.
     """
 
     loss: Tensor
@@ -51,6 +56,10 @@ class Decoder(nn.Module):
         tie_embeddings: Use the embedding as the head; there is then no `lm_head` parameter.
         make_moe: Makes the MoE layer of a block, given the block's number.
         qk_norm: Normalise queries and keys per head.
+
+    Attributes:
+        sequence: Which positions of a row this rank holds between attention layers.
+        cross_entropy_sum: Computes the loss from logits and targets.
     """
 
     def __init__(
@@ -71,7 +80,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.rope_theta = rope_theta
-        self.embed = nn.Embedding(vocab_size, hidden_size)
+        self.embed = Embedding(vocab_size, hidden_size)
         self.layers = nn.ModuleList(
             Block(
                 hidden_size=hidden_size,
@@ -88,8 +97,9 @@ class Decoder(nn.Module):
             for layer in range(num_layers)
         )
         self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
-        self.cross_entropy_sum = cross_entropy_sum
+        self.lm_head = None if tie_embeddings else Linear(hidden_size, vocab_size, bias=False)
+        self.sequence = WholeSequence()
+        self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
 
     def forward(
         self,
@@ -112,16 +122,16 @@ class Decoder(nn.Module):
         Returns:
             Loss sums and routing statistics; logits only without targets.
 
-        Collective: the expert-parallel group, and the sharding groups under FSDP; every rank must call.
+        Collective: the expert- and tensor-parallel groups, and the sharding groups under FSDP; every rank must call.
         """
         context = attention_context(positions_BS, document_ids_BS, head_dim=self.head_dim, theta=self.rope_theta)
-        layout = TokenLayout.of(tokens_BS.shape, valid_index_T, tokens_BS.device)
-        x_BSD = self.embed(tokens_BS)
+        layout = self.sequence.layout(tokens_BS.shape, valid_index_T, tokens_BS.device)
+        x_BSD = self.sequence.sum_scatter(self.embed(tokens_BS))
         stats = []
         for block in self.layers:
             x_BSD, layer_stats = block(x_BSD, context, layout)
             stats.append(layer_stats)
-        logits_BSV = self._head(self.norm(x_BSD))
+        logits_BSV = self._head(self.sequence.gather(self.norm(x_BSD)))
         return DecoderOutput(
             loss=logits_BSV.new_zeros((), dtype=torch.float32)
             if targets_BS is None
@@ -134,7 +144,7 @@ class Decoder(nn.Module):
         )
 
     def _head(self, x_BSD: Tensor) -> Tensor:
-        return F.linear(x_BSD, self.embed.weight) if self.lm_head is None else self.lm_head(x_BSD)
+        return F.linear(x_BSD, local_weight(self.embed.weight)) if self.lm_head is None else self.lm_head(x_BSD)
 
 
 def cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from moe_framework.distributed.collectives import all_reduce_sum
 def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """L2 norm of all gradients together, each element counted once.
 
-    Squares are summed locally, then over exactly the mesh axes along which a gradient is sharded: an expert's over
-    ep and dp_shard, a dense one's over dp_shard×ep. A rank whose experts got no token takes part with zeros.
+    Squares are summed locally, then over exactly the mesh axes along which a gradient is sharded: never over replicas.
+    A rank whose experts got no token takes part with zeros.
 
     Args:
         parameters: The same on every rank, in the same order; those without a gradient count as zero.
@@ -42,7 +42,8 @@ def _sum_of_squares(key: tuple, gradients: list[Tensor]) -> Tensor:
     if key:
         mesh, placements = key
         for axis, placement in enumerate(placements):
-            if placement.is_shard():
+            # Not is_shard(): a shard of a shard, tp's and then FSDP's, is none by name.
+            if not placement.is_replicate():
                 all_reduce_sum(total, mesh.get_group(axis))
     return total
 

@@ -8,6 +8,7 @@ from moe_framework.parallel.activation_checkpointing import apply_activation_che
 from moe_framework.parallel.compile import compile_blocks
 from moe_framework.parallel.ep import shard_experts
 from moe_framework.parallel.fsdp import apply_fsdp
+from moe_framework.parallel.tp import apply_tensor_parallel
 from moe_framework.precision.policy import PrecisionPolicy
 
 
@@ -32,6 +33,7 @@ def apply_parallel(
 
     Collective: the world; every rank must call.
     """
+    apply_tensor_parallel(model, mesh)
     shard_experts(model, mesh)
     apply_activation_checkpointing(model, activation_checkpointing)
     if compile_model:

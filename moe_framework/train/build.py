@@ -107,7 +107,12 @@ def build_training(config: Config, runtime: Runtime) -> Training:
     assert isinstance(parallel.dp, int), "validate() resolves dp"
     data = _load_data(config)
     mesh = build_mesh(
-        runtime.device.type, dp=parallel.dp, ep=parallel.ep, tp=parallel.tp, dp_replicate=parallel.dp_replicate
+        runtime.device.type,
+        dp=parallel.dp,
+        ep=parallel.ep,
+        tp=parallel.tp,
+        dp_replicate=parallel.dp_replicate,
+        expert_tp=parallel.expert_tp,
     )
     store = CheckpointStore(
         checkpoint_dir(config),

@@ -15,7 +15,8 @@ def state_bytes_per_rank(config: Config) -> int:
     parallel = config.parallel
     assert isinstance(parallel.dp, int), "validate() resolves dp"
     dense, experts, _ = _parameters(config)
-    return BYTES_PER_PARAMETER * (dense + experts) // (parallel.dp * parallel.ep * parallel.tp)
+    # Every parameter is sharded over all ranks of a replica, whatever the degrees.
+    return BYTES_PER_PARAMETER * (dense + experts) * parallel.dp_replicate // (parallel.dp * parallel.ep * parallel.tp)
 
 
 def describe_sizes(config: Config) -> str:

@@ -31,5 +31,6 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], *, mesh: ParallelMesh, 
     for batch in batches:
         totals[0] += forward(model, batch.to(device)).loss
         totals[1] += batch.num_targets
-    loss, num_targets = all_reduce_sum(totals, mesh.data_group).tolist()
-    return loss / max(num_targets, 1)
+    # Each tp rank has its share of the loss, and has counted the same targets.
+    loss, num_targets = all_reduce_sum(totals, mesh.world_group).tolist()
+    return loss / max(num_targets / mesh.tp.size(), 1)

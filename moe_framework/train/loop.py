@@ -31,7 +31,7 @@ def train(training: Training, position: Position, reporter: Reporter) -> None:
         for step in range(position.step + 1, config.train.max_steps + 1):
             reporter.start_step()
             batches = _next_batches(loader)
-            counts = agree_on_counts(batches, training.mesh.data_group)
+            counts = agree_on_counts(batches, training.mesh.world_group, copies=training.mesh.tp.size())
             rate = _set_learning_rate(training, step - 1)
             result = train_step(
                 training.model,

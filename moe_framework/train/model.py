@@ -15,6 +15,7 @@ from moe_framework.moe.balancing import Balancing
 from moe_framework.moe.dispatch.all_to_all import AllToAllDispatcher
 from moe_framework.moe.dispatch.base import TokenDispatcher
 from moe_framework.moe.dispatch.local import LocalDispatcher
+from moe_framework.moe.dispatch.width import WidthDispatcher
 from moe_framework.moe.experts.choose import EMULATED, Choice, ExpertShape, choose_experts, make_backend
 from moe_framework.moe.experts.layer import GroupedExperts
 from moe_framework.moe.layer import MoELayer
@@ -118,7 +119,7 @@ def meta_decoder(config: Config, mesh: ParallelMesh, policy: PrecisionPolicy, ch
                 intermediate_size=sizes.intermediate_size,
                 backend=make_backend(backend, expert_shape(config), layer_policy),
             ),
-            balancing=Balancing(config.moe.aux_loss, mesh.data_group),
+            balancing=Balancing(config.moe.aux_loss, mesh.world_group, mesh.tp_group),
         )
 
     with torch.device("meta"):
@@ -154,11 +155,12 @@ def _quantize_attention(model: Decoder, config: Config, policy: PrecisionPolicy)
 def expert_shape(config: Config) -> ExpertShape:
     """Return the work of one layer's experts on one rank."""
     sizes = config.model
+    num_tokens = config.train.micro_batch_size * config.data.seq_length // config.parallel.tp
     return ExpertShape(
         num_local_experts=sizes.num_experts // config.parallel.ep,
         hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_rows=config.train.micro_batch_size * config.data.seq_length * sizes.top_k,
+        intermediate_size=sizes.intermediate_size // config.parallel.expert_tp,
+        num_rows=num_tokens * config.parallel.expert_tp * sizes.top_k,
     )
 
 
@@ -176,11 +178,15 @@ def _is_quantized(config: Config, layer: int, policy: PrecisionPolicy) -> bool:
 
 
 def _dispatcher(config: Config, mesh: ParallelMesh) -> tuple[TokenDispatcher, str]:
-    name, ep = config.dispatcher.backend, config.parallel.ep
+    name, ep, num_experts = config.dispatcher.backend, config.parallel.ep, config.model.num_experts
     if name == "local" or (name == "auto" and ep == 1):
-        return LocalDispatcher(num_experts=config.model.num_experts), "local (ep=1: every expert is on its rank)"
-    dispatcher = AllToAllDispatcher(num_experts=config.model.num_experts, group=mesh.ep_group)
-    return dispatcher, f"all_to_all (exact exchange over ep={ep})"
+        dispatcher, reason = LocalDispatcher(num_experts=num_experts), "local (ep=1: every expert is on its rank)"
+    else:
+        dispatcher = AllToAllDispatcher(num_experts=num_experts, group=mesh.ep_group)
+        reason = f"all_to_all (exact exchange over ep={ep})"
+    if mesh.expert_tp == 1:
+        return dispatcher, reason
+    return WidthDispatcher(dispatcher, group=mesh.tp_group), f"{reason}, gathered over expert_tp={mesh.expert_tp}"
 
 
 def count_parameters(model: Decoder, *, top_k: int, num_experts: int) -> tuple[int, int]:

@@ -49,8 +49,8 @@ class StepResult(NamedTuple):
         z_loss: Router z-loss per token, mean over layers.
         grad_norm: Global L2 norm before clipping.
         applied: Whether the parameters were updated; False when loss or norm were not finite.
-        tokens_per_expert_LE: [L, E] int64 on the device, summed over data ranks.
-        entropy_L: [L] float32 on the device, routing entropy summed over tokens and data ranks.
+        tokens_per_expert_LE: [L, E] int64 on the device, summed over all ranks.
+        entropy_L: [L] float32 on the device, routing entropy summed over all tokens.
     """
 
     loss: float
@@ -62,12 +62,13 @@ class StepResult(NamedTuple):
     entropy_L: Tensor
 
 
-def agree_on_counts(batches: Sequence[Batch] | Exception, group: dist.ProcessGroup) -> StepCounts:
-    """Sum the step's counts over data ranks before its first forward pass, and stop together if one has no data.
+def agree_on_counts(batches: Sequence[Batch] | Exception, group: dist.ProcessGroup, *, copies: int = 1) -> StepCounts:
+    """Sum the step's counts over ranks before its first forward pass, and stop together if one has no data.
 
     Args:
         batches: This rank's micro-batches, or the error that its loader raised.
-        group: The data ranks.
+        group: The data ranks, or all ranks.
+        copies: Ranks of the group that have the same batches: tp, where it is all ranks.
 
     Returns:
         The global counts.
@@ -75,7 +76,7 @@ def agree_on_counts(batches: Sequence[Batch] | Exception, group: dist.ProcessGro
     Raises:
         DataError: On every rank, if the loader of any failed.
 
-    Collective: `group`; every data rank must call, also one whose loader failed.
+    Collective: `group`; every rank must call, also one whose loader failed.
     """
     error = batches if isinstance(batches, Exception) else None
     own = () if isinstance(batches, Exception) else batches
@@ -84,7 +85,7 @@ def agree_on_counts(batches: Sequence[Batch] | Exception, group: dist.ProcessGro
     num_targets, num_tokens, num_failed = all_reduce_sum(counts, group).tolist()
     if num_failed:
         raise_together(error, group)
-    return StepCounts(max(num_targets, 1), max(num_tokens, 1))
+    return StepCounts(max(num_targets // copies, 1), max(num_tokens // copies, 1))
 
 
 def train_step(
@@ -117,7 +118,7 @@ def train_step(
     parameters = [p for p in model.parameters() if p.requires_grad]
     norm = global_grad_norm(parameters)
     scalars = torch.stack([totals.loss, totals.aux_loss, totals.z_loss])
-    all_reduce_sum(scalars, mesh.data_group)
+    all_reduce_sum(scalars, mesh.world_group)
     loss, aux_loss, z_loss, grad_norm = torch.cat([scalars, norm[None]]).tolist()
     applied = bool(torch.tensor([loss, aux_loss, z_loss, grad_norm]).isfinite().all())
     if applied:
@@ -130,8 +131,8 @@ def train_step(
         z_loss=z_loss / counts.num_tokens / num_layers,
         grad_norm=grad_norm,
         applied=applied,
-        tokens_per_expert_LE=all_reduce_sum(totals.tokens_per_expert_LE, mesh.data_group),
-        entropy_L=all_reduce_sum(totals.entropy_L, mesh.data_group),
+        tokens_per_expert_LE=all_reduce_sum(totals.tokens_per_expert_LE, mesh.world_group),
+        entropy_L=all_reduce_sum(totals.entropy_L, mesh.world_group),
     )
 
 

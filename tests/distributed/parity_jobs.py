@@ -55,17 +55,19 @@ class Spec:
         rows: Document lengths of each row of the global batch.
         aux_loss: `moe.aux_loss`.
         tie_embeddings: `model.tie_embeddings`.
+        changes: Other changes to the sizes of the model, as (name, value).
     """
 
     seed: int
     rows: tuple[tuple[int, ...], ...] = PADDED_ROWS
     aux_loss: Any = "sequence"
     tie_embeddings: bool = False
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def sizes(self) -> ModelConfig:
         """Sizes of the model."""
-        return replace(SMALL, tie_embeddings=self.tie_embeddings)
+        return replace(SMALL, tie_embeddings=self.tie_embeddings, **dict(self.changes))
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class Layout:
         compiled: `train.compile`.
         mode: `precision.mode`.
         dispatcher: `dispatcher.backend`.
+        tp: `parallel.tp`.
+        dp_replicate: `parallel.dp_replicate`.
+        expert_tp: `parallel.expert_tp`.
     """
 
     dp: int
@@ -91,14 +96,24 @@ class Layout:
     compiled: bool = False
     mode: Any = "fp32"
     dispatcher: Any = "auto"
+    tp: int = 1
+    dp_replicate: int = 1
+    expert_tp: int = 1
 
     def __str__(self) -> str:
-        return f"dp{self.dp}-ep{self.ep}-acc{self.accumulation}-{self.checkpointing}-{self.backend}"
+        axes = {"dp": self.dp, "ep": self.ep, "tp": self.tp, "replicas": self.dp_replicate, "etp": self.expert_tp}
+        degrees = "-".join(f"{axis}{degree}" for axis, degree in axes.items() if degree > 1 or axis in ("dp", "ep"))
+        return f"{degrees}-acc{self.accumulation}-{self.checkpointing}-{self.backend}"
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Arguments of `build_mesh`."""
+        return {name: getattr(self, name) for name in ("dp", "ep", "tp", "dp_replicate", "expert_tp")}
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.ep
+        return self.dp * self.ep * self.tp
 
 
 @dataclass
@@ -160,8 +175,9 @@ def idle_one_expert(model: Decoder) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a copy of a whole tensor. Collective for a DTensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    """Gather a copy of a whole tensor, in the shape of the plain model. Collective for a DTensor."""
+    full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return full.flatten(1, 2) if full.dim() == 4 else full
 
 
 def put(parameter: Tensor, value: Tensor) -> None:
@@ -251,7 +267,7 @@ def config_of(spec: Spec, layout: Layout) -> Config:
     """Return the configuration of one run."""
     return Config(
         device="cpu",
-        parallel=ParallelConfig(dp=layout.dp, ep=layout.ep),
+        parallel=ParallelConfig(**layout.degrees),
         model=spec.sizes,
         moe=MoeConfig(spec.aux_loss, OBJECTIVE.aux_loss_coeff, OBJECTIVE.z_loss_coeff),
         experts=ExpertsConfig(layout.backend),
@@ -265,7 +281,7 @@ def config_of(spec: Spec, layout: Layout) -> Config:
 
 def built(spec: Spec, layout: Layout) -> tuple[Decoder, ParallelMesh]:
     """Build the model of a layout. Collective."""
-    mesh = build_mesh("cpu", dp=layout.dp, ep=layout.ep)
+    mesh = build_mesh("cpu", **layout.degrees)
     model = build_model(config_of(spec, layout), mesh, torch.device("cpu"))
     idle_one_expert(model)
     return model, mesh

@@ -13,6 +13,9 @@ from moe_framework.moe.experts.base import ExpertBackend
 class GroupedExperts(nn.Module):
     """The stacked weights of a layer's experts, computed by a backend.
 
+    Where ranks share each expert's width, `gate_up` is [E, 2, F, D], of which a rank has F/expert_tp: so its part of
+    the gate and its part of up are one shard. In a checkpoint it is [E, 2F, D] like everywhere else.
+
     Args:
         num_experts: Experts E of the layer.
         hidden_size: D.
@@ -27,8 +30,10 @@ class GroupedExperts(nn.Module):
         self.backend = backend
 
     def forward(self, rows_RD: Tensor, probs_R: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Apply this rank's experts, in the rows' dtype; see `ExpertBackend`."""
-        return self.backend(_local(self.gate_up), _local(self.down), rows_RD, probs_R, tokens_per_expert)
+        """Apply this rank's experts, or its slice of their width, in the rows' dtype; see `ExpertBackend`."""
+        gate_up = _local(self.gate_up)
+        gate_up = gate_up.flatten(1, 2) if gate_up.dim() == 4 else gate_up
+        return self.backend(gate_up, _local(self.down), rows_RD, probs_R, tokens_per_expert)
 
 
 def _local(weight: Tensor) -> Tensor:

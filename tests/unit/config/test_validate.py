@@ -84,13 +84,32 @@ RULES = [
     ("parallel.dp=1 parallel.ep=4", "parallel.dp·ep·tp = 1·4·1 = 4, but the world has 2 ranks. Start 4 ranks."),
     ("model.num_experts=9", "parallel.ep=2 must divide model.num_experts=9. Use 1, 3 or 9."),
     (
-        "parallel.tp=2 parallel.ep=1",
-        "parallel.tp=2: tensor parallelism is not implemented in this version. Set parallel.tp=1.",
+        "parallel.dp_replicate=2",
+        "parallel.dp_replicate=2 must divide parallel.dp=1 (auto, of 2 ranks). Use 1.",
     ),
     (
-        "parallel.dp_replicate=2 parallel.ep=1",
-        "parallel.dp_replicate=2: model replicas (HSDP) are not implemented in this version. "
-        "Set parallel.dp_replicate=1.",
+        "parallel.tp=2 parallel.ep=1 model.num_heads=1 model.num_kv_heads=1",
+        "parallel.tp=2 must divide model.num_heads=1. Use 1.",
+    ),
+    (
+        "parallel.tp=2 parallel.ep=1 data.seq_length=255",
+        "data.seq_length=255 must be a multiple of parallel.tp=2, because the tp ranks share each row's positions. "
+        "Use 254 or 256.",
+    ),
+    (
+        "parallel.tp=2 parallel.ep=1 parallel.expert_tp=2 model.intermediate_size=63",
+        "parallel.expert_tp=2 must divide model.intermediate_size=63. "
+        "Set parallel.expert_tp=1, or model.intermediate_size=62 or 64.",
+    ),
+    (
+        "parallel.tp=2 parallel.ep=1 parallel.expert_tp=2 experts.backend=grouped_mm model.intermediate_size=68",
+        "model.intermediate_size=68 must be a multiple of 8 for experts.backend=grouped_mm in fp32, which needs "
+        "strides of 16 bytes. Use 64 or 72, or experts.backend=loop.",
+    ),
+    (
+        "parallel.tp=2 parallel.ep=1 model.hidden_size=129 model.head_dim=32",
+        "parallel.dp·tp = 1 (auto, of 2 ranks)·2 = 2 must divide model.hidden_size=129 and "
+        "2·model.intermediate_size=256, because the experts' weights are split evenly. Use another parallel.tp than 2.",
     ),
     ("parallel.expert_tp=2", "parallel.expert_tp=2 must be 1 or parallel.tp=1. Use 1."),
     # model
@@ -276,6 +295,46 @@ def test_dp_that_splits_the_experts_unevenly_is_refused(sizes: str, width: int, 
     )
     assert violations_of(overrides, world_size=3) == [f"parallel.dp=3 (auto, of 3 ranks) {message}"]
     assert violations_of(f"{overrides} parallel.dp=3", world_size=3) == [f"parallel.dp=3 {message}"]
+
+
+def test_sizes_that_more_ranks_split_unevenly_are_refused():
+    common = "train.micro_batch_size=1 parallel.ep=1"
+    assert violations_of(f"{common} parallel.tp=2 parallel.dp=3 train.global_batch_size=3", world_size=6) == [
+        "parallel.dp·tp = 3·2 = 6 must divide model.hidden_size=128 and 2·model.intermediate_size=256, because the "
+        "experts' weights are split evenly. Use dp 2 or 4."
+    ]
+    replicas = "parallel.dp=6 parallel.dp_replicate=2 train.global_batch_size=6"
+    assert violations_of(f"{common} {replicas}", world_size=6) == [
+        "parallel.dp=6 must divide model.hidden_size=128 and 2·model.intermediate_size=256, because the experts' "
+        "weights are split evenly within each of 2 replicas. Use dp 4 or 8."
+    ]
+    sliced = "parallel.tp=2 parallel.expert_tp=2 parallel.dp=4 train.global_batch_size=4 model.intermediate_size=36"
+    assert violations_of(f"{common} {sliced} model.hidden_size=132 model.head_dim=32", world_size=8) == [
+        "parallel.dp=4 must divide model.hidden_size=132 and model.intermediate_size/expert_tp=18, because the "
+        "experts' weights are split evenly. Use dp 3 or 6."
+    ]
+    uneven = (
+        "parallel.tp=2 parallel.dp=2 model.vocab_size=9 model.hidden_size=126 model.head_dim=32 parallel.dp_replicate=2"
+    )
+    assert check(f"{common} {uneven} train.global_batch_size=2", world_size=4)
+    uneven = uneven.replace("dp=2", "dp=4")
+    message = (
+        "model.vocab_size=9 is no multiple of parallel.tp=2, so the embedding is split in its other dim too, and "
+        "parallel.dp·ep = 4 (without replicas) must divide model.hidden_size=126. Use model.vocab_size=10, or other "
+        "degrees."
+    )
+    overrides = f"{common} {uneven} model.num_experts=8 train.global_batch_size=8".replace("ep=1", "ep=2")
+    assert message in violations_of(overrides, world_size=16)
+
+
+def test_fewer_kv_heads_than_tp_ranks_are_allowed_where_each_serves_whole_ranks():
+    overrides = "parallel.tp=4 parallel.ep=1 model.num_heads=12 model.hidden_size=96 parallel.dp=1"
+    for kv_heads in (1, 2, 4, 12):
+        assert check(f"{overrides} model.num_kv_heads={kv_heads}", world_size=4).parallel.tp == 4
+    assert violations_of(f"{overrides} model.num_kv_heads=3", world_size=4) == [
+        "parallel.tp=4 must divide model.num_kv_heads=3 or be a multiple of it, so that each rank's query heads have "
+        "their key and value heads. Use 1, 3, 6 or 12."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,10 @@ def test_gradient_goes_through_the_probabilities_and_not_through_the_choice():
     chosen = torch.zeros(9, E, dtype=torch.float64).scatter_(1, torch.rand(9, E).topk(K).indices, 1.0)
     row_of_token = torch.arange(9) // 4
 
-    assert torch.autograd.gradcheck(lambda p: sequence_aux_loss(p, chosen, row_of_token, 3, K), probs)
+    assert torch.autograd.gradcheck(lambda p: sequence_aux_loss(p, chosen, row_of_token, 3), probs)
     assert torch.autograd.gradcheck(lambda p: global_batch_aux_loss(p, chosen, None), probs)
     chosen.requires_grad_()
-    (sequence_aux_loss(probs, chosen, row_of_token, 3, K) + global_batch_aux_loss(probs, chosen, None)).backward()
+    (sequence_aux_loss(probs, chosen, row_of_token, 3) + global_batch_aux_loss(probs, chosen, None)).backward()
     assert chosen.grad is None or chosen.grad.count_nonzero() == 0
 
 

@@ -1,0 +1,27 @@
+"""Linear layers whose weight may be one rank's shard of the whole."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """This rank's part of a weight; gradients flow back into the DTensor."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class Linear(nn.Linear):
+    """x · weightᵀ with the rank's part of the weight: some of its rows, or some of its columns.
+
+    With some rows, the product holds those channels; with some columns, it is one term of a sum over the ranks.
+
+    Attributes:
+        rows: The rows to use of a weight that is here whole; None for all.
+    """
+
+    rows: slice | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply [..., in] to [..., out], or to the rank's channels or term of it."""
+        weight = local_weight(self.weight)
+        return F.linear(input, weight if self.rows is None else weight[self.rows], self.bias)
