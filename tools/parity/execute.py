@@ -1,0 +1,102 @@
+"""Running a plan: the references first, then the layouts of each number of ranks in one set of processes."""
+
+import pickle
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.spawn import ProcessException
+
+from tools.benchmarks.ranks import run_on_ranks
+from tools.parity import diagnosis
+from tools.parity.comparison import Findings, findings_path, run_cases
+from tools.parity.inputs import write_documents
+from tools.parity.plan import RANDOM, Case, Plan, by_world_size, choose_device, on_device, with_data
+from tools.parity.progress import Steps, say
+from tools.parity.reference import Reference, read_reference, run_reference
+from tools.parity.report import LayoutReport, Report
+from tools.parity.rows import first_tensor, rows_of
+from tools.parity.tolerances import Tolerances, derive
+from tools.parity.training import rate_at
+
+
+def execute(plan: Plan) -> Report:
+    """Run the references and the layouts, and judge them.
+
+    Args:
+        plan: From `make_plan`.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConfigError: The device lacks the precision or the expert backend.
+        ProcessException: The reference failed.
+    """
+    device = choose_device(plan, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    plan = on_device(plan, device)
+    options = plan.options
+    with tempfile.TemporaryDirectory(prefix="parity_") as name:
+        folder = Path(name)
+        if options.data == RANDOM:
+            path = folder / "documents.fa"
+            write_documents(path, plan.cases[0].config, steps=options.steps, seed=options.seed)
+            plan = with_data(plan, str(path))
+        steps = Steps.starting_now(options.steps * (len(plan.references) + len(plan.cases)))
+        references = {}
+        for reference, config in plan.references.items():
+            (folder / reference).mkdir()
+            say(f"reference ({reference}): 1 rank on {device}")
+            run_on_ranks(run_reference, 1, device, config, options, folder / reference, steps)
+            steps.done += options.steps
+            references[reference] = read_reference(folder / reference)
+        errors = _run_layouts(plan, device, folder, steps)
+        tolerances = derive(plan.cases[0].config, [rate_at(plan.cases[0].config, s) for s in range(options.steps)])
+        layouts = [
+            _judge(case, folder, number, references[case.reference], tolerances, errors.get(number))
+            for number, case in enumerate(plan.cases)
+        ]
+        backend = next(iter(references.values())).experts_backend
+    return Report(plan, device, tolerances, backend, tuple(layouts))
+
+
+def _run_layouts(plan: Plan, device: str, folder: Path, steps: Steps) -> dict[int, str]:
+    """Run all layouts; return why the ranks of some ended early, by the case's number."""
+    errors: dict[int, str] = {}
+    numbers = {id(case): number for number, case in enumerate(plan.cases)}
+    for world_size, cases in by_world_size(plan.cases):
+        left = [(numbers[id(case)], case) for case in cases]
+        while left:
+            say(f"{world_size} ranks on {device}: {'; '.join(case.name for _, case in left)}")
+            try:
+                run_on_ranks(run_cases, world_size, device, left, plan.options, folder, replace(steps))
+            except ProcessException as error:
+                # The findings of the layouts before it are in their files, and the ones after it get new ranks.
+                failed = next(number for number, _ in left if not findings_path(folder, number).exists())
+                say(traceback.format_exc())
+                errors[failed] = str(error).strip().splitlines()[-1]
+            done = [number for number, _ in left if number in errors or findings_path(folder, number).exists()]
+            steps.done += plan.options.steps * len(done)
+            left = [(number, case) for number, case in left if number not in done]
+    return errors
+
+
+def _judge(
+    case: Case, folder: Path, number: int, reference: Reference, tolerances: Tolerances, error: str | None
+) -> LayoutReport:
+    if error is not None:
+        return LayoutReport(case.name, (), error=error)
+    # Written by our own ranks into a folder that only this user can write.
+    findings: Findings = pickle.loads(findings_path(folder, number).read_bytes())
+    rows = rows_of(case.name, findings, reference, tolerances)
+    fault = diagnosis.looks_like(findings, rows, tolerances)
+    return LayoutReport(
+        layout=case.name,
+        rows=tuple(rows),
+        choices=findings.routing.choices,
+        near_ties=findings.routing.differing,
+        first_tensor=first_tensor(findings, tolerances),
+        looks_like=None if fault is None else diagnosis.explain(fault, findings, tolerances),
+    )
