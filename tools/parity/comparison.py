@@ -1,5 +1,6 @@
 """One layout's ranks against the reference: what is gathered, compared, and handed to the report."""
 
+import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,6 +16,8 @@ from torch import Tensor
 from moe_framework.model.block import Block
 from moe_framework.moe.dispatch.width import WidthDispatcher
 from moe_framework.moe.experts.base import scaled_swiglu
+from moe_framework.precision.modes import compute_format
+from moe_framework.precision.policy import DTYPES
 from tools.parity.faults import FAULTS
 from tools.parity.plan import Case, Options
 from tools.parity.progress import Steps
@@ -94,6 +97,8 @@ def run_cases(
 
     Collective: the world; every rank must call.
     """
+    # Said once per rank for the shards of a shard that tp and FSDP make, which are gathered one axis after the other.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for number, case in cases:
         fault = FAULTS[options.inject].during(case.layout) if options.inject else nullcontext()
         with fault:
@@ -190,18 +195,18 @@ def probe_gate(run: Run) -> GateProbe:
         gate_up, down = gate_up.unflatten(1, (2, -1))[:, :, part].flatten(1, 2), down[:, :, part]
     generator = torch.Generator().manual_seed(0)
     rows_RD = torch.randn(num_local * PROBE_ROWS, down.shape[1], generator=generator)
-    probs_R = torch.ones(len(rows_RD))
-    dtype = torch.float32 if run.config.precision.mode == "fp32" else torch.bfloat16
-    inputs = [gate_up.to(dtype).float(), down.to(dtype).float(), rows_RD.to(dtype), probs_R]
-    counts = torch.full((num_local,), PROBE_ROWS)
-    actual = experts.backend(*(part.to(run.device) for part in inputs), counts.to(run.device)).float().cpu()
+    dtype = DTYPES[compute_format(run.config.precision.mode)]
+    rows_RD, gate_up, down = rows_RD.to(dtype), gate_up.to(dtype), down.to(dtype)
+    probs_R, counts = torch.ones(len(rows_RD)), torch.full((num_local,), PROBE_ROWS)
+    device = run.device
+    actual = experts.backend(
+        gate_up.to(device), down.to(device), rows_RD.to(device), probs_R.to(device), counts.to(device)
+    )
 
     def expected(weights: Tensor) -> Tensor:
-        hidden = scaled_swiglu(
-            rows_RD.to(dtype).float().unflatten(0, (num_local, -1)).bmm(weights.mT).flatten(0, 1), probs_R
-        )
-        return hidden.unflatten(0, (num_local, -1)).bmm(inputs[1].mT).flatten(0, 1)
+        of_experts = rows_RD.float().unflatten(0, (num_local, -1))
+        hidden_RF = scaled_swiglu(of_experts.bmm(weights.float().mT).flatten(0, 1), probs_R)
+        return hidden_RF.unflatten(0, (num_local, -1)).bmm(down.float().mT).flatten(0, 1)
 
-    return GateProbe(
-        compare(actual, expected(inputs[0])).relative, compare(actual, expected(swapped(inputs[0]))).relative
-    )
+    result = actual.float().cpu()
+    return GateProbe(compare(result, expected(gate_up)).relative, compare(result, expected(swapped(gate_up))).relative)

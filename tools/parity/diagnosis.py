@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from tools.parity.comparison import Findings
 from tools.parity.known_faults import KNOWN_FAULTS
 from tools.parity.rows import Row, failing, kind_of
+from tools.parity.tensors import MOMENTS
 from tools.parity.tolerances import Tolerances
 
 EXPERT_KINDS = {"expert gate_up", "expert down"}
@@ -45,6 +46,10 @@ def explain(name: str, findings: Findings, tolerances: Tolerances) -> str:
         tensors = findings.differences["gradients"]
         factor = tensors[failing("gradients", findings, tolerances)[0]].factor
         text += f" (they are {factor:.4g} times the reference's)"
+    if name == "stale_moment":
+        moments = {(kind, n): d.relative for kind in MOMENTS for n, d in findings.differences[kind].items()}
+        kind, tensor = max(moments, key=lambda key: moments[key])
+        text += f" (most in {kind} of {tensor})"
     return text
 
 

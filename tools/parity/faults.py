@@ -111,8 +111,10 @@ def _gate_up_swap(_layout: Layout) -> Iterator[None]:
     original = GroupedExperts.__init__
 
     def init(self: GroupedExperts, *, backend: ExpertBackend, **sizes: int) -> None:
-        def up_first(gate_up: Tensor, *rest: Tensor) -> Tensor:
-            return backend(swapped(gate_up), *rest)
+        def up_first(
+            gate_up: Tensor, down: Tensor, rows_RD: Tensor, probs_R: Tensor, tokens_per_expert: Tensor
+        ) -> Tensor:
+            return backend(swapped(gate_up), down, rows_RD, probs_R, tokens_per_expert)
 
         original(self, backend=up_first, **sizes)
 
