@@ -12,8 +12,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
+from moe_framework.checkpoint.chunks import local_chunks
 from moe_framework.errors import CheckpointError
 
 
@@ -81,6 +83,22 @@ class TensorLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Reads for each block that this rank holds of the tensors to fill, all of which the metadata has."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, tensor in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            places = [chunk.place for chunk in local_chunks(name, tensor)]
+            items += create_read_items_for_chunk_list(name, stored, places)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The block of this rank that a read fills."""
+        chunks = local_chunks(index.fqn, self.state_dict[index.fqn])
+        return next(chunk.values for chunk in chunks if chunk.place.offsets == index.offset)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Refuse: the base class unpickles here.

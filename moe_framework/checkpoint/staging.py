@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from moe_framework.checkpoint.chunks import Chunk, local_chunks, stored_shape
 from moe_framework.checkpoint.manifest import TensorEntry
 from moe_framework.errors import CheckpointError
 
@@ -26,20 +27,20 @@ class StagedTensor:
 
     Attributes:
         shape: Global shape.
-        chunk: Place of `local` in the global tensor, or None if this rank holds no part.
-        local: The values; `chunk.sizes` in shape.
+        dtype: Of the values.
+        chunks: The rank's blocks of it; none if this rank holds no part.
         sharded: False for a plain tensor, of which every rank has a replica.
     """
 
     shape: torch.Size
-    chunk: ChunkStorageMetadata | None
-    local: Tensor
+    dtype: torch.dtype
+    chunks: list[Chunk]
     sharded: bool
 
     @property
     def entry(self) -> TensorEntry:
         """The tensor's line in the manifest."""
-        return TensorEntry(shape=tuple(self.shape), dtype=dtype_name(self.local.dtype))
+        return TensorEntry(shape=tuple(self.shape), dtype=dtype_name(self.dtype))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -70,16 +71,9 @@ def stage(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, StagedTenso
 def _stage_one(name: str, tensor: Tensor, copy: bool) -> StagedTensor:
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device and has no values to save")
-    chunk: ChunkStorageMetadata | None
-    if isinstance(tensor, DTensor):
-        in_mesh = tensor.device_mesh.get_coordinate() is not None
-        chunk = tensor.__create_chunk_list__()[0] if in_mesh else None
-        local = tensor.to_local().detach()
-    else:
-        local = tensor.detach()
-        chunk = ChunkStorageMetadata(offsets=torch.Size([0] * local.dim()), sizes=local.shape)
-    local = _copy_to_cpu(local) if copy else local.contiguous()
-    return StagedTensor(tensor.shape, chunk, local, sharded=isinstance(tensor, DTensor))
+    hold = _copy_to_cpu if copy else torch.Tensor.contiguous
+    chunks = [Chunk(place, hold(values)) for place, values in local_chunks(name, tensor)]
+    return StagedTensor(stored_shape(name, tensor), tensor.dtype, chunks, sharded=isinstance(tensor, DTensor))
 
 
 def _copy_to_cpu(local: Tensor) -> Tensor:
@@ -95,23 +89,27 @@ class StagedSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """One write for each tensor of which this rank holds a part."""
-        self.plan = SavePlan([_write_item(name, staged) for name, staged in self.state_dict.items() if staged.chunk])
+        """One write for each block that this rank holds."""
+        self.plan = SavePlan(
+            [
+                _write_item(name, staged, chunk.place)
+                for name, staged in self.state_dict.items()
+                for chunk in staged.chunks
+            ]
+        )
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The values that an item of the plan writes."""
-        return self.state_dict[index.fqn].local
+        chunks: list[Chunk] = self.state_dict[index.fqn].chunks
+        return next(chunk.values for chunk in chunks if chunk.place.offsets == index.offset)
 
 
-def _write_item(name: str, staged: StagedTensor) -> WriteItem:
-    assert staged.chunk is not None
+def _write_item(name: str, staged: StagedTensor, place: ChunkStorageMetadata) -> WriteItem:
     return WriteItem(
-        index=MetadataIndex(name, staged.chunk.offsets),
+        index=MetadataIndex(name, place.offsets),
         type=WriteItemType.SHARD if staged.sharded else WriteItemType.TENSOR,
-        tensor_data=TensorWriteData(
-            chunk=staged.chunk, properties=TensorProperties(dtype=staged.local.dtype), size=staged.shape
-        ),
+        tensor_data=TensorWriteData(chunk=place, properties=TensorProperties(dtype=staged.dtype), size=staged.shape),
     )
 
 
@@ -150,8 +148,8 @@ def check_ranks_agree(staged: Mapping[str, StagedTensor], group: dist.ProcessGro
 
 
 def _describe(staged: StagedTensor) -> str:
-    kind = "sharded" if staged.sharded else f"a replica with SHA-256 {_digest(staged.local)[:16]}"
-    return f"{list(staged.shape)} {dtype_name(staged.local.dtype)} {kind}"
+    kind = "sharded" if staged.sharded else f"a replica with SHA-256 {_digest(staged.chunks[0].values)[:16]}"
+    return f"{list(staged.shape)} {dtype_name(staged.dtype)} {kind}"
 
 
 def _digest(local: Tensor) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from moe_framework.checkpoint.chunks import stored_shape
 from moe_framework.checkpoint.manifest import RESTORE, FileEntry, Manifest, TensorEntry
 from moe_framework.checkpoint.staging import dtype_name
 from moe_framework.errors import CheckpointError
@@ -46,7 +47,10 @@ def check_tensors(
     Raises:
         CheckpointError: Names, shapes or dtypes differ; the message has every difference, one a line.
     """
-    wanted = {name: TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+    wanted = {
+        name: TensorEntry(tuple(stored_shape(name, tensor)), dtype_name(tensor.dtype))
+        for name, tensor in tensors.items()
+    }
     problems = []
     for name in sorted(wanted.keys() | manifest.tensors.keys()):
         saved, model = manifest.tensors.get(name), wanted.get(name)

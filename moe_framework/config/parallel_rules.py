@@ -39,7 +39,7 @@ def degree_violations(config: Config, world_size: int, dp: int | None) -> Iterat
 
 
 def tensor_violations(config: Config) -> Iterator[str]:
-    """Yield violations of what tp splits: heads, positions, and the width of the experts."""
+    """Yield violations of what tp splits: heads, positions, vocabulary, and the width of the experts."""
     tp, expert_tp, model, length = config.parallel.tp, config.parallel.expert_tp, config.model, config.data.seq_length
     heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.intermediate_size
     if tp < 1:
@@ -52,10 +52,21 @@ def tensor_violations(config: Config) -> Iterator[str]:
             f"parallel.tp={tp} must divide model.num_kv_heads={kv_heads} or be a multiple of it, so that each rank's "
             f"query heads have their key and value heads. Use {either(allowed)}."
         )
+    if tp > 1 and config.precision.attention == "quantized":
+        yield (
+            f"precision.attention=quantized needs whole projections, so parallel.tp=1, not {tp}. "
+            f"Set precision.attention=bf16."
+        )
     if length >= 2 and length % tp:
         yield (
             f"data.seq_length={length} must be a multiple of parallel.tp={tp}, because the tp ranks share each row's "
             f"positions. Use {either(near_multiples(length, tp))}."
+        )
+    part = -(-model.vocab_size // tp)
+    if part >= 1 and part * (tp - 1) >= model.vocab_size:
+        yield (
+            f"model.vocab_size={model.vocab_size} leaves a tp rank without a row of the embedding, with "
+            f"parallel.tp={tp} parts of {part}. Use {part * tp}."
         )
     if expert_tp == tp and width >= 1 and width % tp:
         yield (

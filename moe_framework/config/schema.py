@@ -222,7 +222,8 @@ class TrainConfig:
         seed: Seed of the initial weights and of the data order.
         activation_checkpointing: `none`; `selective` (keep matrix products, attention and routing, recompute
             the rest); `full` (keep each block's input and its routing choice only).
-        compile: Compile attention and its and the experts' norms with torch.compile; routing stays eager.
+        compile: Compile attention, the norms, the loss and the optimizer's update with torch.compile; routing
+            stays eager.
         deterministic: Refuse operations that are not bit-reproducible (on GPU; CPU runs are reproducible anyway).
         dry_run: Validate, print the resolved configuration and the sizes, and stop before training.
         max_nonfinite_steps: Consecutive steps with a non-finite loss or gradient norm, each skipped, after

@@ -125,7 +125,7 @@ def build_mesh(
     tokens, world, expert = dense, data, root["dp_shard"]
     if tp > 1:
         tokens = root["dp_shard", "ep", "tp"]._flatten("tokens")
-        world = root._flatten("world")
+        world = tokens if dp_replicate == 1 else root._flatten("world")
         if expert_tp == 1:
             expert = root["dp_shard", "tp"]._flatten("expert")
     return ParallelMesh(root, dense, tokens, expert, data, world, expert_tp)

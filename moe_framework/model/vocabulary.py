@@ -1,6 +1,6 @@
 """Embedding and loss over a vocabulary that the ranks of a group share out.
 
-Rank r has the rows from r·ceil(V/size) on; the last ranks may have fewer, or none. Nothing is padded, so that a
+Rank r has the rows from r·ceil(V/size) on; the last may have fewer. Nothing is padded, so that a
 vocabulary of any size has the same softmax and the same checkpoint at every layout.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3.
@@ -44,33 +44,32 @@ class Embedding(nn.Embedding):
 
 def first_vocabulary_row(vocab_size: int, group: dist.ProcessGroup) -> int:
     """Return the number of the first row of this rank's part, the same split as DTensor's `Shard(0)`."""
-    return min(math.ceil(vocab_size / group.size()) * dist.get_rank(group), vocab_size)
+    return math.ceil(vocab_size / group.size()) * dist.get_rank(group)
 
 
 class _CrossEntropyShare(torch.autograd.Function):
-    """Keeps the logits in their own dtype and one float32 number a token, and recomputes the softmax in backward."""
+    """Keeps the logits in their own dtype and two float32 numbers a token, and recomputes the softmax in backward."""
 
     @staticmethod
     def forward(ctx, logits_Nv, targets_N, first_row, ignore_index, group):
         logits = logits_Nv.float()
         own, index = _own_targets(targets_N, first_row, logits.shape[1])
-        if logits.shape[1] == 0:
-            logits = F.pad(logits, (0, 1), value=-math.inf)
         limit_N = all_reduce(logits.amax(-1), "max", group)
+        # Everything relative to the largest logit: it may be far from zero, where float32 is coarse.
         sums_N = (logits - limit_N[:, None]).exp().sum(-1)
-        chosen_N = torch.where(own, logits.gather(1, index[:, None])[:, 0], 0.0)
+        chosen_N = torch.where(own, logits.gather(1, index[:, None])[:, 0] - limit_N, 0.0)
         sums_N, chosen_N = all_reduce(torch.stack((sums_N, chosen_N)), "sum", group)
-        log_z_N = sums_N.log() + limit_N
+        log_sums_N = sums_N.log()
         counted = targets_N != ignore_index
-        ctx.save_for_backward(logits_Nv, log_z_N, targets_N)
+        ctx.save_for_backward(logits_Nv, limit_N, log_sums_N, targets_N)
         ctx.first_row, ctx.ignore_index = first_row, ignore_index
-        return torch.where(counted, log_z_N - chosen_N, 0.0).sum() / group.size()
+        return torch.where(counted, log_sums_N - chosen_N, 0.0).sum() / group.size()
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits_Nv, log_z_N, targets_N = ctx.saved_tensors
+        logits_Nv, limit_N, log_sums_N, targets_N = ctx.saved_tensors
         own, index = _own_targets(targets_N, ctx.first_row, logits_Nv.shape[1])
-        grads_Nv = (logits_Nv.float() - log_z_N[:, None]).exp()
+        grads_Nv = (logits_Nv.float() - limit_N[:, None] - log_sums_N[:, None]).exp()
         columns = torch.arange(logits_Nv.shape[1], device=logits_Nv.device)
         grads_Nv = grads_Nv - (own[:, None] & (columns == index[:, None])).to(grads_Nv.dtype)
         # The objective is the sum of all ranks' equal shares, so its gradient is the whole sum's, not the share's.
@@ -104,23 +103,3 @@ def cross_entropy_share(
     """
     logits_Nv, targets_N = logits_BSv.flatten(0, 1), targets_BS.flatten()
     return _CrossEntropyShare.apply(logits_Nv, targets_N, first_row, ignore_index, group)  # pyright: ignore[reportReturnType]
-
-
-def gather_logits(logits_BSv: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
-    """Put the ranks' logits together, outside autograd.
-
-    Args:
-        logits_BSv: [B, S, v]; of this rank's part of the vocabulary.
-        vocab_size: V.
-        group: The ranks that share the vocabulary.
-
-    Returns:
-        [B, S, V].
-
-    Collective: `group`; every rank must call.
-    """
-    width = math.ceil(vocab_size / group.size())
-    padded = F.pad(logits_BSv.detach(), (0, width - logits_BSv.shape[-1])).contiguous()
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat(parts, dim=-1)[..., :vocab_size]

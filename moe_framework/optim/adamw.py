@@ -1,18 +1,101 @@
-"""AdamW with decoupled decay of matrices only.
+"""AdamW with decoupled decay of matrices only, and an update that clips.
 
-The sharded parameters that FSDP holds are float32 whatever the compute format, so they are the master weights.
+The sharded parameters are float32 whatever the compute format, so they are the master weights.
 """
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, whose update can scale the gradients as it reads them.
+
+    Source: Decoupled Weight Decay Regularization, arXiv:1711.05101, algorithm 2.
+
+    Args:
+        groups: Parameter groups with their `weight_decay`; all DTensors or all plain tensors, float32.
+        compiled: Compile the update. One generated kernel reads and writes each value once; torch's fused kernel
+            stores the scaled gradient as well, and works in chunks that do not fill a large GPU.
+        options: torch's.
+    """
+
+    def __init__(self, groups: Any, *, compiled: bool = False, **options: Any):
+        super().__init__(groups, fused=True, **options)
+        self._compiled_update = torch.compile(_update, dynamic=False) if compiled else None
+
+    @torch.no_grad()
+    def step_clipped(self, norm: Tensor, clip_norm: float) -> None:
+        """Update with gradients scaled so that their global norm is at most `clip_norm`; never syncs with the host.
+
+        Args:
+            norm: From `global_grad_norm`, of all its parameters.
+            clip_norm: Largest norm; 0 for no clipping.
+        """
+        excess = norm.new_ones(()) if clip_norm == 0 else ((norm + 1e-6) / clip_norm).clamp(min=1.0)
+        if self._compiled_update is not None:
+            for group in self.param_groups:
+                self._update_compiled(group, excess)
+            return
+        if clip_norm != 0:
+            # The attribute by which torch.amp.GradScaler hands its scale to the fused optimizers.
+            self.grad_scale = excess
+        self.step()
+        self.grad_scale = None
+
+    def _update_compiled(self, group: dict[str, Any], excess: Tensor) -> None:
+        tensors: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
+        params, grads, first, second, _, steps = tensors
+        self._init_group(group, *tensors)
+        if not params:
+            return
+        local = [[_local(tensor) for tensor in part] for part in (params, grads, first, second)]
+        beta1, beta2 = group["betas"]
+        # Tensors, because a number that changes would be compiled anew each step.
+        lr = torch.full((), group["lr"], dtype=torch.float32, device=steps[0].device)
+        assert self._compiled_update is not None
+        self._compiled_update(*local, steps, lr, excess, beta1, beta2, group["weight_decay"], group["eps"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _update(params, grads, first, second, steps, lr, excess, beta1, beta2, weight_decay, eps) -> None:
+    grads = [grad / excess for grad in grads]
+    adamw(
+        params,
+        grads,
+        first,
+        second,
+        [],
+        steps,
+        foreach=True,
+        capturable=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
 
 
 def build_adamw(
-    model: nn.Module, *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float
-) -> torch.optim.AdamW:
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    compiled: bool = False,
+) -> AdamW:
     """Make the optimizer, with one group for what decays and one for what does not.
-
-    Source: Decoupled Weight Decay Regularization, arXiv:1711.05101, algorithm 2.
 
     Args:
         model: Its parameters are all DTensors or all plain tensors, float32.
@@ -21,6 +104,7 @@ def build_adamw(
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         eps: Added to the root of the second moment.
+        compiled: Compile the update.
 
     Returns:
         The optimizer.
@@ -30,4 +114,4 @@ def build_adamw(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
+    return AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, compiled=compiled)

@@ -1,4 +1,4 @@
-"""The global gradient norm over parameters on several meshes, and the update clipped by it."""
+"""The global gradient norm over parameters on several meshes."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -46,23 +46,3 @@ def _sum_of_squares(key: tuple, gradients: list[Tensor]) -> Tensor:
             if not placement.is_replicate():
                 all_reduce_sum(total, mesh.get_group(axis))
     return total
-
-
-def step_clipped(optimizer: torch.optim.AdamW, norm: Tensor, clip_norm: float) -> None:
-    """Update the parameters with gradients scaled so that their global norm is at most `clip_norm`.
-
-    The fused update divides each gradient as it reads it, so that clipping costs neither a pass over the gradients
-    nor a host-device sync. The scaled gradients are left in `.grad`.
-
-    Args:
-        optimizer: A fused AdamW.
-        norm: From `global_grad_norm`, of all its parameters.
-        clip_norm: Largest norm; 0 for no clipping.
-    """
-    if clip_norm == 0:
-        optimizer.step()
-        return
-    # The attribute by which torch.amp.GradScaler hands its scale to the fused optimizers.
-    optimizer.grad_scale = ((norm + 1e-6) / clip_norm).clamp(min=1.0)  # pyright: ignore[reportAttributeAccessIssue]
-    optimizer.step()
-    del optimizer.grad_scale  # pyright: ignore[reportAttributeAccessIssue]

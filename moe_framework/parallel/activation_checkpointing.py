@@ -26,6 +26,8 @@ PRODUCTS_AND_EXCHANGES = (
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.all_to_all_single.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.wait_tensor.default,
 )
 KEPT = {"full": frozenset(ROUTING), "selective": frozenset(ROUTING + PRODUCTS_AND_EXCHANGES)}
@@ -36,8 +38,8 @@ def apply_activation_checkpointing(model: Decoder, mode: str) -> None:
 
     Args:
         model: The decoder.
-        mode: `none`; `selective`: keep matrix products, attention and token exchanges; `full`: keep each block's
-            input and its routing choice.
+        mode: `none`; `selective`: keep matrix products, attention and exchanges between ranks; `full`: keep each
+            block's input and its routing choice.
     """
     if mode == "none":
         return

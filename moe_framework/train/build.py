@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from moe_framework.checkpoint.manifest import read_manifest
@@ -18,7 +17,7 @@ from moe_framework.distributed.mesh import ParallelMesh, build_mesh
 from moe_framework.distributed.runtime import Runtime
 from moe_framework.errors import CheckpointError, DataError
 from moe_framework.model.decoder import Decoder
-from moe_framework.optim.adamw import build_adamw
+from moe_framework.optim.adamw import AdamW, build_adamw
 from moe_framework.train.model import build_model, choose_backend
 
 
@@ -41,7 +40,7 @@ class Training:
     runtime: Runtime
     mesh: ParallelMesh
     model: Decoder
-    optimizer: torch.optim.AdamW
+    optimizer: AdamW
     data: "TrainingData"
     store: CheckpointStore
     experts_backend: str
@@ -123,7 +122,13 @@ def build_training(config: Config, runtime: Runtime) -> Training:
     choice = choose_backend(config, runtime.device, preferred=_saved_backend(config, store))
     model = build_model(config, mesh, runtime.device, choice)
     optimizer = build_adamw(
-        model, lr=optim.lr, weight_decay=optim.weight_decay, beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps
+        model,
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        compiled=config.train.compile,
     )
     return Training(config, runtime, mesh, model, optimizer, data, store, choice.name)
 

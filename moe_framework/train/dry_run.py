@@ -16,7 +16,8 @@ def state_bytes_per_rank(config: Config) -> int:
     assert isinstance(parallel.dp, int), "validate() resolves dp"
     dense, experts, _ = _parameters(config)
     # Every parameter is sharded over all ranks of a replica, whatever the degrees.
-    return BYTES_PER_PARAMETER * (dense + experts) * parallel.dp_replicate // (parallel.dp * parallel.ep * parallel.tp)
+    ranks_of_replica = parallel.dp // parallel.dp_replicate * parallel.ep * parallel.tp
+    return BYTES_PER_PARAMETER * (dense + experts) // ranks_of_replica
 
 
 def describe_sizes(config: Config) -> str:

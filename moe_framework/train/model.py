@@ -1,6 +1,7 @@
 """The model of a config, spread over the mesh and initialised."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,14 @@ def choose_backend(config: Config, device: torch.device, preferred: str | None =
     return box[0]
 
 
-def build_model(config: Config, mesh: ParallelMesh, device: torch.device, choice: Choice | None = None) -> Decoder:
+def build_model(
+    config: Config,
+    mesh: ParallelMesh,
+    device: torch.device,
+    choice: Choice | None = None,
+    *,
+    draw: Callable[..., None] = initialise,
+) -> Decoder:
     """Build this rank's shards of the model, initialised from `train.seed`.
 
     Args:
@@ -64,6 +72,7 @@ def build_model(config: Config, mesh: ParallelMesh, device: torch.device, choice
         mesh: The run's mesh.
         device: This rank's device.
         choice: From `choose_backend`, which is called where it is not given.
+        draw: Fills the parameters, called as `initialise` is.
 
     Returns:
         The decoder under FSDP.
@@ -88,7 +97,7 @@ def build_model(config: Config, mesh: ParallelMesh, device: torch.device, choice
         compile_model=config.train.compile,
     )
     logger.info("drawing the initial weights from train.seed=%d", config.train.seed)
-    initialise(model, seed=config.train.seed, init_std=config.model.init_std, num_layers=config.model.num_layers)
+    draw(model, seed=config.train.seed, init_std=config.model.init_std, num_layers=config.model.num_layers)
     return model
 
 

@@ -12,7 +12,8 @@ from moe_framework.data.loader import Batch
 from moe_framework.distributed.collectives import all_reduce_sum, raise_together
 from moe_framework.distributed.mesh import ParallelMesh
 from moe_framework.model.decoder import DecoderOutput
-from moe_framework.optim.clip import global_grad_norm, step_clipped
+from moe_framework.optim.adamw import AdamW
+from moe_framework.optim.clip import global_grad_norm
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def agree_on_counts(batches: Sequence[Batch] | Exception, group: dist.ProcessGro
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: AdamW,
     batches: Sequence[Batch],
     counts: StepCounts,
     *,
@@ -122,7 +123,7 @@ def train_step(
     loss, aux_loss, z_loss, grad_norm = torch.cat([scalars, norm[None]]).tolist()
     applied = bool(torch.tensor([loss, aux_loss, z_loss, grad_norm]).isfinite().all())
     if applied:
-        step_clipped(optimizer, norm, clip_norm)
+        optimizer.step_clipped(norm, clip_norm)
     optimizer.zero_grad(set_to_none=True)
     num_layers = totals.entropy_L.numel()
     return StepResult(

@@ -4,7 +4,7 @@ Both return the same `Trace`. The reference uses no FSDP, no DTensor, no dispatc
 accumulation, and torch's own clipping and unfused AdamW.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,7 @@ class Trace:
         exp_avg_sq: Second Adam moments after the last step.
         scalars: Loss, aux_loss, z_loss and grad_norm of each step.
         tokens_per_expert: [L, E] of each step.
+        differing_replicas: Names of parameters and moments that are not the same in all replicas at the end.
         margin: Smallest distance of a token's K-th from its (K+1)-th logit; of the reference only.
     """
 
@@ -138,6 +139,7 @@ class Trace:
     exp_avg_sq: dict[str, Tensor]
     scalars: list[dict[str, float]]
     tokens_per_expert: list[Tensor]
+    differing_replicas: list[str] = field(default_factory=list)
     margin: float = float("inf")
 
 
@@ -204,6 +206,21 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> dict[str, Tensor]:
     """Return whole Adam moments by parameter name. Collective."""
     return {name: whole(optimizer.state[p][key]) for name, p in model.named_parameters()}
+
+
+def replicas_differ(tensor: Tensor) -> bool:
+    """Return whether ranks that should hold the same values do not. Collective for a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return False
+    differ = False
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            group = tensor.device_mesh.get_group(axis)
+            own = tensor.to_local().detach()
+            others = [torch.empty_like(own) for _ in range(group.size())]
+            dist.all_gather(others, own.contiguous(), group=group)
+            differ |= not all(torch.equal(other, own) for other in others)
+    return differ
 
 
 def reference(spec: Spec) -> Trace:
@@ -316,6 +333,9 @@ def train(spec: Spec, layout: Layout) -> Trace:
     trace.parameters.update(parameters_of(model))
     trace.exp_avg.update(moments_of(model, optimizer, "exp_avg"))
     trace.exp_avg_sq.update(moments_of(model, optimizer, "exp_avg_sq"))
+    for name, parameter in model.named_parameters():
+        tensors = {"parameter": parameter, **optimizer.state[parameter]}
+        trace.differing_replicas.extend(f"{name}: {key}" for key, tensor in tensors.items() if replicas_differ(tensor))
     if dist.get_rank() > 0:
         for tensors in (trace.initial, trace.gradients, trace.parameters, trace.exp_avg, trace.exp_avg_sq):
             tensors.clear()

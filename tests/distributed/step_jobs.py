@@ -33,13 +33,13 @@ def step_with_a_bad_weight(spec: Spec, layout: Layout, bad_rank: int) -> tuple[b
     return result.applied, moved, result.loss
 
 
-def counts_when_one_loader_failed(spec: Spec, failed_rank: int | None) -> tuple[int, int]:
+def counts_when_one_loader_failed(spec: Spec, failed_rank: int | None, *, tp: int = 1) -> tuple[int, int]:
     """The agreed counts, or the failed loader's error."""
-    mesh = build_mesh("cpu", dp=dist.get_world_size(), ep=1)
+    mesh = build_mesh("cpu", dp=dist.get_world_size() // tp, ep=1, tp=tp)
     batches: Any = micro_batches(spec, 0, data_rank=mesh.data_rank, num_data_ranks=mesh.num_data_ranks, accumulation=2)
     if dist.get_rank() == failed_rank:
         batches = DataError("data.path=/x.fa: ended early.")
-    counts = agree_on_counts(batches, mesh.data_group)
+    counts = agree_on_counts(batches, mesh.world_group, copies=mesh.tp.size())
     return counts.num_targets, counts.num_tokens
 
 

@@ -20,6 +20,15 @@ def test_the_choice_is_made_once_and_only_full_repeats_the_exchange(ranks: RankP
         assert ops["_c10d_functional.all_to_all_single.default"] == NUM_LAYERS * exchanges
 
 
+@pytest.mark.parametrize(("mode", "repeated"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_only_full_gathers_and_scatters_the_sequence_again(ranks: RankPool, mode: str, repeated: int):
+    # Attention gathers and scatters once in each direction, the embedding scatters, and the head gathers.
+    expected = NUM_LAYERS * (2 + repeated) + 2
+    for ops in ranks.run(ops_of_a_step, 2, SPEC, Layout(1, 1, tp=2, checkpointing=mode)):
+        assert ops["_c10d_functional.all_gather_into_tensor.default"] == expected
+        assert ops["_c10d_functional.reduce_scatter_tensor.default"] == expected
+
+
 def test_selective_repeats_no_matrix_product_but_repeats_norms(ranks: RankPool):
     none, selective, full = (
         ranks.run(ops_of_a_step, 2, SPEC, Layout(1, 2, checkpointing=mode))[0] for mode in ("none", "selective", "full")

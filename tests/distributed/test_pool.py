@@ -159,5 +159,5 @@ def test_closing_leaves_no_process():
 
 
 def test_more_ranks_than_the_pool_has_are_refused(ranks: RankPool):
-    with pytest.raises(ValueError, match="world_size=5"):
-        ranks.run(torchrun_variables, 5)
+    with pytest.raises(ValueError, match="world_size=9"):
+        ranks.run(torchrun_variables, 9)

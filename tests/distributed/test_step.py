@@ -10,7 +10,7 @@ from tests.unit.model.builders import plain_decoder
 SPEC = Spec(seed=3)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2), Layout(1, 1, tp=2)], ids=str)
 def test_a_non_finite_step_changes_nothing_on_any_rank(ranks: RankPool, layout: Layout):
     for applied, moved, loss in ranks.run(step_with_a_bad_weight, 2, SPEC, layout, 1):
         assert not applied
@@ -23,13 +23,21 @@ def test_counts_are_those_of_the_whole_step(ranks: RankPool):
     assert ranks.run(counts_when_one_loader_failed, 2, SPEC, None) == [(batch.num_targets, batch.num_tokens)] * 2
 
 
+def test_ranks_with_the_same_rows_count_them_once(ranks: RankPool):
+    batch = collate(global_batch(SPEC, 0), tuple(range(8)))
+    expected = [(batch.num_targets, batch.num_tokens)] * 4
+    assert ranks.run(counts_when_one_loader_failed, 4, SPEC, None, tp=2) == expected
+    errors = ranks.run_expecting_error(counts_when_one_loader_failed, 4, SPEC, 3, tp=2)
+    assert errors == [("DataError", "data.path=/x.fa: ended early.")] * 4
+
+
 def test_one_ranks_data_ending_early_stops_every_rank_with_its_error(ranks: RankPool):
     errors = ranks.run_expecting_error(counts_when_one_loader_failed, 4, SPEC, 2)
     assert errors == [("DataError", "data.path=/x.fa: ended early.")] * 4
 
 
 @pytest.mark.parametrize("rows", [SPEC.rows, ROWS_WITH_AN_EMPTY_RANK], ids=["padded", "empty_rank"])
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 4)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 4), Layout(1, 2, tp=2)], ids=str)
 def test_heldout_loss_is_the_mean_over_all_targets(ranks: RankPool, layout: Layout, rows: tuple):
     spec = Spec(seed=4, rows=rows)
     model = plain_decoder(spec.sizes, seed=spec.seed)

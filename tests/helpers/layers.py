@@ -20,9 +20,18 @@ LEVEL = {layer: level for level, layers in enumerate(_LEVELS) for layer in layer
 
 # Where each heavy optional dependency may be imported, as prefixes of module names.
 HOMES = {
-    "transformers": (),
-    "transformer_engine": ("moe_framework.moe.experts.te", "moe_framework.precision.recipes"),
-    "megatron": ("moe_framework.checkpoint.megatron", "moe_framework.data.indexed", "tools.convert_checkpoint"),
+    "transformers": ("tools.benchmarks.train_step.hugging_face",),
+    "transformer_engine": (
+        "moe_framework.moe.experts.te",
+        "moe_framework.precision.recipes",
+        "tools.benchmarks.te_peers",
+    ),
+    "megatron": (
+        "moe_framework.checkpoint.megatron",
+        "moe_framework.data.indexed",
+        "tools.convert_checkpoint",
+        "tools.benchmarks.train_step.megatron",
+    ),
     "nvidia_resiliency_ext": ("moe_framework.resilience",),
 }
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.helpers.rank_worker import Job, Outcome, serve
 
-MAX_WORLD_SIZE = 4
+MAX_WORLD_SIZE = 8
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
 
@@ -63,7 +63,7 @@ class RankPool:
 
         Args:
             function: A function at the top level of its module.
-            world_size: Number of ranks, 1 to 4.
+            world_size: Number of ranks, 1 to 8.
             *args: Picklable arguments, the same on every rank.
             timeout_s: Seconds after which the job counts as hung.
             **kwargs: Picklable keyword arguments.
@@ -87,7 +87,7 @@ class RankPool:
 
         Args:
             function: A function at the top level of its module.
-            world_size: Number of ranks, 1 to 4.
+            world_size: Number of ranks, 1 to 8.
             *args: Picklable arguments, the same on every rank.
             timeout_s: Seconds after which the job counts as hung.
             **kwargs: Picklable keyword arguments.

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ import torch.distributed as dist
 # imports it late, such as for a dispatch mode. The threads of a kept group can abort the interpreter's end (2.11).
 import torch.distributed.nn.functional
 from torch.multiprocessing.spawn import spawn
+
+from moe_framework.distributed.runtime import launch_environment, start
 
 TIMEOUT = timedelta(minutes=5)
 RESULT_FILE = "result.pickle"
@@ -38,6 +40,38 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, device_type: str,
         spawn(_rank_main, (num_ranks, device_type, folder, function, arguments), nprocs=num_ranks)
         # Written by our own rank 0 into a folder that only this user can write.
         return pickle.loads((Path(folder) / RESULT_FILE).read_bytes())
+
+
+class Launched(NamedTuple):
+    """What a function returned on this rank of a launcher's."""
+
+    rank: int
+    result: Any
+
+
+def run_under_launcher(function: Callable[..., Any], device: str, *arguments: Any) -> Launched | None:
+    """Call a function on the ranks that torchrun has started, this process being one of them.
+
+    Args:
+        function: Called with (group, device, *arguments).
+        device: `auto`, `cpu` or `cuda`.
+        arguments: The same on every rank.
+
+    Returns:
+        This rank and its result, or None if no launcher has started this process.
+
+    Raises:
+        ConfigError: The launcher's variables are incomplete, or there are too few GPUs.
+
+    Collective: the world; every rank must call.
+    """
+    launch = launch_environment()
+    if not launch.launched:
+        return None
+    with start(launch, device, timeout_s=TIMEOUT.total_seconds()) as runtime:
+        group = dist.group.WORLD
+        assert group is not None
+        return Launched(launch.rank, function(group, runtime.device, *arguments))
 
 
 def _rank_main(

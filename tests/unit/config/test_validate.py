@@ -107,6 +107,10 @@ RULES = [
         "strides of 16 bytes. Use 64 or 72, or experts.backend=loop.",
     ),
     (
+        "parallel.tp=2 parallel.ep=1 precision.attention=quantized precision.mode=mxfp8_emulated",
+        "precision.attention=quantized needs whole projections, so parallel.tp=1, not 2. Set precision.attention=bf16.",
+    ),
+    (
         "parallel.tp=2 parallel.ep=1 model.hidden_size=129 model.head_dim=32",
         "parallel.dp·tp = 1 (auto, of 2 ranks)·2 = 2 must divide model.hidden_size=129 and "
         "2·model.intermediate_size=256, because the experts' weights are split evenly. Use another parallel.tp than 2.",
@@ -325,6 +329,15 @@ def test_sizes_that_more_ranks_split_unevenly_are_refused():
     )
     overrides = f"{common} {uneven} model.num_experts=8 train.global_batch_size=8".replace("ep=1", "ep=2")
     assert message in violations_of(overrides, world_size=16)
+
+
+def test_a_vocabulary_too_small_for_every_tp_rank_to_have_a_row_is_refused():
+    overrides = "parallel.tp=4 parallel.ep=1"
+    assert violations_of(f"{overrides} model.vocab_size=9", world_size=4) == [
+        "model.vocab_size=9 leaves a tp rank without a row of the embedding, with parallel.tp=4 parts of 3. Use 12."
+    ]
+    for vocab_size in (8, 10, 11, 13):
+        check(f"{overrides} model.vocab_size={vocab_size}", world_size=4)
 
 
 def test_fewer_kv_heads_than_tp_ranks_are_allowed_where_each_serves_whole_ranks():

@@ -1,6 +1,8 @@
+import pytest
 import torch
 
 from moe_framework.optim.adamw import build_adamw
+from moe_framework.optim.clip import global_grad_norm
 from tests.unit.model.builders import plain_decoder
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6}
@@ -20,9 +22,10 @@ def test_every_parameter_is_in_one_group_and_only_norms_do_not_decay():
     assert {"embed.weight", "layers.0.moe.experts.gate_up", "layers.1.moe.router.weight"} <= set(decayed_names)
 
 
-def test_a_step_is_algorithm_2_of_the_paper():
+@pytest.mark.parametrize(("compiled", "clip_norm"), [(False, 0.0), (False, 0.5), (True, 0.0), (True, 0.5)])
+def test_a_step_is_algorithm_2_of_the_paper(compiled: bool, clip_norm: float):
     model = torch.nn.Linear(3, 2)
-    optimizer = build_adamw(model, **SETTINGS)
+    optimizer = build_adamw(model, **SETTINGS, compiled=compiled)
     expected = {
         p: (p.detach().double(), torch.zeros_like(p).double(), torch.zeros_like(p).double())
         for p in (
@@ -32,14 +35,32 @@ def test_a_step_is_algorithm_2_of_the_paper():
     }
     torch.manual_seed(0)
     for step in (1, 2, 3):
-        for parameter, (value, first, second) in expected.items():
+        for parameter in expected:
             parameter.grad = torch.randn(parameter.shape)
-            gradient = parameter.grad.double()
+        norm = global_grad_norm(expected)
+        excess = max(1.0, norm.item() / clip_norm) if clip_norm else 1.0
+        for parameter, (value, first, second) in expected.items():
+            assert parameter.grad is not None
+            gradient = parameter.grad.double() / excess
             first = 0.8 * first + 0.2 * gradient
             second = 0.7 * second + 0.3 * gradient.square()
             decay = 0.3 if parameter.ndim == 2 else 0.0
             update = (first / (1 - 0.8**step)) / ((second / (1 - 0.7**step)).sqrt() + 1e-6)
             expected[parameter] = value - 1e-2 * (decay * value + update), first, second
-        optimizer.step()
+        optimizer.step_clipped(norm, clip_norm)
     for parameter, (value, _, _) in expected.items():
         torch.testing.assert_close(parameter.double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_update_takes_another_learning_rate_without_compiling_again():
+    model = plain_decoder()
+    optimizer = build_adamw(model, **SETTINGS, compiled=True)
+    norm = torch.ones(())
+    torch._dynamo.utils.counters.clear()
+    for lr in (1e-2, 2e-2, 3e-3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step_clipped(norm, 1.0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(optimizer.param_groups)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_framework.optim.clip import global_grad_norm, step_clipped
+from moe_framework.optim.adamw import AdamW
+from moe_framework.optim.clip import global_grad_norm
 
 
 def random_parameters(scale: float = 1.0) -> list[nn.Parameter]:
@@ -15,8 +16,8 @@ def random_parameters(scale: float = 1.0) -> list[nn.Parameter]:
     return parameters
 
 
-def fused_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1, eps=1e-2, fused=True)
+def adamw(parameters: list[nn.Parameter], compiled: bool = False) -> AdamW:
+    return AdamW(parameters, lr=0.1, weight_decay=0.1, eps=1e-2, compiled=compiled)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
@@ -24,9 +25,9 @@ def fused_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
 def test_equals_torchs_clipping_before_the_update(scale: float, clip_norm: float):
     ours, theirs = random_parameters(scale), random_parameters(scale)
     norm = global_grad_norm(ours)
-    step_clipped(fused_adamw(ours), norm, clip_norm)
+    adamw(ours).step_clipped(norm, clip_norm)
     expected = nn.utils.clip_grad_norm_(theirs, clip_norm)
-    fused_adamw(theirs).step()
+    adamw(theirs).step()
     torch.testing.assert_close(norm, expected)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
@@ -36,8 +37,8 @@ def test_equals_torchs_clipping_before_the_update(scale: float, clip_norm: float
 
 def test_zero_turns_clipping_off():
     parameters, untouched = random_parameters(100.0), random_parameters(100.0)
-    step_clipped(fused_adamw(parameters), global_grad_norm(parameters), 0.0)
-    fused_adamw(untouched).step()
+    adamw(parameters).step_clipped(global_grad_norm(parameters), 0.0)
+    adamw(untouched).step()
     for mine, other in zip(parameters, untouched, strict=True):
         assert torch.equal(mine.grad, other.grad)  # pyright: ignore[reportArgumentType]
         assert torch.equal(mine, other)
@@ -45,8 +46,8 @@ def test_zero_turns_clipping_off():
 
 def test_one_steps_clipping_does_not_reach_the_next():
     parameters = random_parameters(100.0)
-    optimizer = fused_adamw(parameters)
-    step_clipped(optimizer, global_grad_norm(parameters), 0.5)
+    optimizer = adamw(parameters)
+    optimizer.step_clipped(global_grad_norm(parameters), 0.5)
     before = [p.grad.clone() for p in parameters if p.grad is not None]
     optimizer.step()
     for parameter, gradient in zip(parameters, before, strict=True):
@@ -59,7 +60,7 @@ def test_a_missing_gradient_counts_as_zero():
     parameters[0].grad = None
     norm = global_grad_norm(parameters)
     assert norm.item() == pytest.approx(expected, rel=1e-6)
-    step_clipped(fused_adamw(parameters), norm, 0.1)
+    adamw(parameters).step_clipped(norm, 0.1)
     assert parameters[0].grad is None
     assert global_grad_norm(parameters).item() == pytest.approx(0.1, rel=1e-5)
 
@@ -68,7 +69,7 @@ def test_no_gradient_at_all_is_a_norm_of_zero():
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     norm = global_grad_norm(parameters)
     assert norm.item() == 0
-    step_clipped(fused_adamw(parameters), norm, 1.0)
+    adamw(parameters).step_clipped(norm, 1.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -52,3 +52,10 @@ def test_state_and_micro_steps_are_per_rank():
     # fp32: weight, gradient and two moments.
     assert numbers(lines[2])[0] == 4 * 4 * total // 8
     assert lines[3] == "a step: 64 rows, 6,400 tokens, 4 micro-steps"
+
+
+def test_each_replica_holds_the_whole_state():
+    def state(**degrees: int) -> int:
+        return numbers(describe_sizes(Config(model=SMALL, parallel=ParallelConfig(**degrees))).splitlines()[2])[0]
+
+    assert state(dp=4, ep=2, tp=2, dp_replicate=2) == state(dp=2, ep=2, tp=2)

@@ -1,0 +1,59 @@
+"""The comparison of a layout's trace with the reference, for the parity tests of several files.
+
+The inputs are new in each run; a failure prints the seed, and PARITY_SEED=<seed> repeats it.
+"""
+
+import os
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from tests.distributed.parity_jobs import IDLE_EXPERT, Spec, Trace, reference
+from tests.unit.model.builders import relative_difference
+
+TOLERANCE = 1e-5
+# Nearer to a tie than this, rounding may choose another expert, and no implementation could be compared.
+SMALLEST_MARGIN = 1e-5
+
+
+@cache
+def reference_of(**options) -> tuple[Spec, Trace]:
+    """The reference on fresh inputs without near-ties; one per kind of model and session."""
+    seed = int(os.environ.get("PARITY_SEED", random.SystemRandom().randrange(2**31)))
+    while True:
+        spec = Spec(seed=seed, **options)
+        trace = reference(spec)
+        if trace.margin > SMALLEST_MARGIN:
+            return spec, trace
+        seed += 1
+
+
+def assert_equal_to_reference(traces: list[Trace], expected: Trace, spec: Spec) -> None:
+    where = f"seed={spec.seed}"
+    for name, value in expected.initial.items():
+        assert torch.equal(traces[0].initial[name], value), f"{where}: {name}"
+    for kind in ("gradients", "parameters", "exp_avg", "exp_avg_sq"):
+        whole, wanted = getattr(traces[0], kind), getattr(expected, kind)
+        assert whole.keys() == wanted.keys()
+        far = {name: relative_difference(whole[name], wanted[name]) for name in wanted}
+        far = {name: distance for name, distance in far.items() if not distance <= TOLERANCE}
+        assert not far, f"{where}: {kind} differ: {far}"
+    for trace in traces:
+        assert not trace.differing_replicas, f"{where}: {trace.differing_replicas}"
+        assert trace.scalars == traces[0].scalars, where
+        for counts, wanted_counts in zip(trace.tokens_per_expert, expected.tokens_per_expert, strict=True):
+            assert torch.equal(counts, wanted_counts), where
+    for step, wanted_scalars in enumerate(expected.scalars):
+        assert traces[0].scalars[step] == pytest.approx(wanted_scalars, rel=TOLERANCE), f"{where}, step {step}"
+
+
+def assert_one_expert_is_idle(trace: Trace) -> None:
+    for counts in trace.tokens_per_expert:
+        assert counts[:, IDLE_EXPERT].eq(0).all()
+    for layer, counts in enumerate(trace.tokens_per_expert[0]):
+        for kind in ("gate_up", "down"):
+            gradient = trace.gradients[f"layers.{layer}.moe.experts.{kind}"]
+            assert torch.count_nonzero(gradient[IDLE_EXPERT]) == 0
+            assert torch.equal(gradient.flatten(1).norm(dim=1) > 0, counts > 0)

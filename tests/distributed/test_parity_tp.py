@@ -1,0 +1,104 @@
+"""Tensor parallelism and model replicas compute what one process computes, whatever they are combined with.
+
+The model has two key and value heads, fewer than the four tp ranks, and an odd vocabulary.
+"""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.distributed.parity_checks import assert_equal_to_reference, assert_one_expert_is_idle, reference_of
+from tests.distributed.parity_jobs import ROWS_WITH_AN_EMPTY_RANK, Layout, num_compiled_graphs, train
+from tests.helpers.pool import RankPool
+
+# Each of accumulation, activation checkpointing and backend meets each kind of layout; `slow` has the whole product.
+SHORT_LIST = [
+    Layout(1, 1, 2, "full", tp=2),
+    Layout(1, 2, 1, "none", "loop", tp=2),
+    Layout(2, 1, 2, "selective", tp=2),
+    Layout(1, 1, 1, "full", tp=4),
+    Layout(1, 2, 2, "selective", tp=2, expert_tp=2),
+    Layout(2, 1, 1, "full", "loop", tp=2, expert_tp=2),
+    Layout(1, 1, 2, "none", "loop", tp=4, expert_tp=4),
+    Layout(4, 1, 2, "full", dp_replicate=2),
+    Layout(2, 2, 1, "none", dp_replicate=2),
+    Layout(2, 1, 1, "selective", tp=2, dp_replicate=2),
+    Layout(2, 1, 2, "none", tp=2, dp_replicate=2, expert_tp=2),
+]
+DEGREES: list[dict[str, Any]] = [
+    {"dp": 1, "ep": 1, "tp": 2},
+    {"dp": 1, "ep": 2, "tp": 2},
+    {"dp": 2, "ep": 1, "tp": 2},
+    {"dp": 1, "ep": 1, "tp": 4},
+    {"dp": 2, "ep": 1, "dp_replicate": 2},
+    {"dp": 4, "ep": 1, "dp_replicate": 2},
+    {"dp": 4, "ep": 1, "dp_replicate": 4},
+    {"dp": 2, "ep": 2, "dp_replicate": 2},
+    {"dp": 2, "ep": 1, "tp": 2, "dp_replicate": 2},
+]
+FULL_PRODUCT = [
+    Layout(accumulation=accumulation, checkpointing=checkpointing, backend="loop", expert_tp=expert_tp, **degrees)
+    for degrees in DEGREES
+    for expert_tp in sorted({1, degrees.get("tp", 1)})
+    for accumulation, checkpointing in product((1, 2), ("none", "selective", "full"))
+]
+EIGHT_RANKS = [
+    Layout(2, 2, 1, "none", tp=2),
+    Layout(2, 2, 2, "full", tp=2, expert_tp=2),
+    Layout(2, 2, 1, "selective", tp=2, dp_replicate=2),
+    Layout(2, 1, 1, "none", "loop", tp=4),
+]
+
+
+@pytest.mark.parametrize("layout", SHORT_LIST, ids=str)
+def test_layout_equals_one_process(ranks: RankPool, layout: Layout):
+    spec, expected = reference_of()
+    traces = ranks.run(train, layout.world_size, spec, layout)
+    assert_equal_to_reference(traces, expected, spec)
+    assert_one_expert_is_idle(traces[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, tp=2), Layout(1, 1, tp=4, expert_tp=4, backend="loop")], ids=str)
+def test_a_rank_with_padding_only_takes_part(ranks: RankPool, layout: Layout):
+    spec, expected = reference_of(rows=((3,), (), (), ()) if layout.tp == 4 else ROWS_WITH_AN_EMPTY_RANK)
+    assert_equal_to_reference(ranks.run(train, layout.world_size, spec, layout), expected, spec)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, tp=2, checkpointing="full"), Layout(1, 1, tp=4)], ids=str)
+def test_tied_head_and_norms_of_heads_equal_one_process(ranks: RankPool, layout: Layout):
+    spec, expected = reference_of(tie_embeddings=True, changes=(("qk_norm", True),))
+    assert_equal_to_reference(ranks.run(train, layout.world_size, spec, layout), expected, spec)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, tp=2, checkpointing="full"), Layout(4, 1, dp_replicate=2)], ids=str)
+def test_global_batch_balancing_equals_one_process_without_accumulation(ranks: RankPool, layout: Layout):
+    spec, expected = reference_of(aux_loss="global_batch")
+    assert_equal_to_reference(ranks.run(train, layout.world_size, spec, layout), expected, spec)
+
+
+@pytest.mark.slow
+def test_compiled_equals_one_process(ranks: RankPool):
+    spec, expected = reference_of(changes=(("qk_norm", True),))
+    for activation_checkpointing in ("none", "full"):
+        layout = Layout(1, 1, 2, activation_checkpointing, compiled=True, tp=2)
+        traces = ranks.run(train, 2, spec, layout, timeout_s=280)
+        assert_equal_to_reference(traces, expected, spec)
+        # Nothing else in these processes compiles.
+        assert all(count > 0 for count in ranks.run(num_compiled_graphs, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FULL_PRODUCT, ids=str)
+def test_every_combination_equals_one_process(ranks: RankPool, layout: Layout):
+    spec, expected = reference_of()
+    traces = ranks.run(train, layout.world_size, spec, layout)
+    assert_equal_to_reference(traces, expected, spec)
+    assert_one_expert_is_idle(traces[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EIGHT_RANKS, ids=str)
+def test_eight_ranks_equal_one_process(ranks: RankPool, layout: Layout):
+    spec, expected = reference_of()
+    assert_equal_to_reference(ranks.run(train, 8, spec, layout), expected, spec)

@@ -1,0 +1,129 @@
+"""The breakdown of a real step on a CPU: gradients reach their parts, and the parts add up."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from moe_framework.distributed.mesh import build_mesh
+from tests.helpers.one_rank import one_rank, tiny_config
+from tools.benchmarks.breakdown import ranges
+from tools.benchmarks.breakdown.attribute import UNATTRIBUTED, Attribution
+from tools.benchmarks.breakdown.measure import Breakdown, measure_breakdown
+from tools.benchmarks.breakdown.ranges import ranges_around_parts
+from tools.benchmarks.breakdown.report import breakdown_markdown
+from tools.benchmarks.breakdown.trace import read_trace
+from tools.benchmarks.ceilings import Ceilings
+from tools.benchmarks.train_step.contender import Contender
+from tools.benchmarks.train_step.ours import build_ours
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(256, bf16_flops=1e11, fp8_flops=None, copy_bytes=1e10, exchange_bytes=None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Iterator[Contender]:
+    config = tiny_config(folder)
+    with one_rank():
+        yield build_ours(config, build_mesh("cpu", dp=1, ep=1), CPU, seed=0)
+
+
+@pytest.fixture(scope="module")
+def found(ours: Contender, folder: Path) -> Breakdown:
+    return measure_breakdown(ours.step, ours.profiled, tiny_config(folder), CPU, CEILINGS)
+
+
+def test_every_part_has_time_and_with_the_idle_time_they_are_the_step(found: Breakdown):
+    names = {part.name for part in found.parts}
+    assert set(ranges.PARTS) - {ranges.EXCHANGE} <= names
+    assert sum(part.seconds for part in found.parts) + found.idle_seconds == pytest.approx(found.step_seconds)
+    assert sum(part.share for part in found.parts) == pytest.approx(1 - found.idle_seconds / found.step_seconds)
+    unattributed = sum(part.seconds for part in found.parts if part.name == UNATTRIBUTED)
+    assert unattributed < 0.2 * found.step_seconds
+
+
+def test_rates_and_floors_follow_from_work_and_ceilings(found: Breakdown):
+    experts = next(part for part in found.parts if part.name == ranges.EXPERTS)
+    assert experts.work is not None
+    assert experts.rate == pytest.approx(experts.work.amount / experts.seconds)
+    assert experts.floor_seconds == pytest.approx(experts.work.amount / CEILINGS.bf16_flops)
+    optimizer = next(part for part in found.parts if part.name == ranges.OPTIMIZER)
+    assert optimizer.work is not None
+    assert optimizer.floor_seconds == pytest.approx(optimizer.work.amount / CEILINGS.copy_bytes)
+
+
+def test_top_kernels_are_sorted_and_named(found: Breakdown):
+    times = [kernel.seconds for kernel in found.top_kernels]
+    assert times == sorted(times, reverse=True)
+    assert any(kernel.name == "aten::mm" and kernel.part == ranges.ATTENTION for kernel in found.top_kernels)
+
+
+def test_markdown_ends_its_table_with_the_idle_time_and_the_step(found: Breakdown):
+    text = breakdown_markdown("ours:fp32", found, CEILINGS)
+    names = [line.strip("| ").split(" | ")[0].strip() for line in text.splitlines() if line.startswith("|")]
+    assert "nothing running" in names
+    assert names.index("step, profiled") == names.index("nothing running") + 1
+    assert "copy 0.01 TB/s" in text
+
+
+@pytest.fixture(scope="module")
+def gradients(ours: Contender, folder: Path) -> dict[str, set[str]]:
+    """The parts to which each kind of node of the backward pass was given, in one profiled step."""
+    with (
+        ranges_around_parts(ours.profiled),
+        profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
+        record_function(ranges.STEP),
+    ):
+        ours.step()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    trace = read_trace(folder / "trace.json")
+    attribution = Attribution(trace)
+    parts: dict[str, set[str]] = {}
+    for event in trace.host:
+        if event.forward_thread:
+            parts.setdefault(event.name.rpartition(" ")[2], set()).add(attribution.part_of(event))
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("node", "part"),
+    [
+        ("GroupedMmBackward0", ranges.EXPERTS),
+        ("SiluBackward0", ranges.EXPERTS),
+        ("ScaledDotProductFlashAttentionForCpuBackward0", ranges.ATTENTION),
+        ("LogsumexpBackward0", ranges.ROUTER),
+        ("_PermuteBackward", ranges.PERMUTATION),
+        ("NllLossBackward0", ranges.HEAD),
+        ("EmbeddingBackward0", ranges.OTHER),
+    ],
+)
+def test_a_node_of_the_backward_pass_is_given_to_its_part(gradients: dict[str, set[str]], node: str, part: str):
+    assert gradients[node] == {part}
+
+
+def test_the_ranges_leave_no_trace_on_the_model(ours: Contender):
+    before = [(module, dict(module.__dict__)) for module in ours.profiled.modules()]
+    with ranges_around_parts(ours.profiled):
+        assert any(dict(module.__dict__) != attributes for module, attributes in before)
+    assert all(dict(module.__dict__) == attributes for module, attributes in before)
+
+
+def test_a_compiled_module_is_wrapped_outside_of_its_compiled_call(ours: Contender):
+    attention = ours.profiled.layers[0].attention
+    calls = []
+    object.__setattr__(attention, "_compiled_call_impl", lambda *args: calls.append(args))
+    try:
+        with ranges_around_parts(ours.profiled), profile(activities=[ProfilerActivity.CPU], acc_events=True) as p:
+            assert "forward" not in attention.__dict__
+            attention(1)
+    finally:
+        object.__setattr__(attention, "_compiled_call_impl", None)
+    assert calls == [(1,)]
+    assert "part:attention" in {event.name for event in p.events() or ()}
