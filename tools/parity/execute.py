@@ -5,10 +5,12 @@ import tempfile
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessException
 
+from moe_framework.errors import MoeFrameworkError
 from tools.benchmarks.ranks import run_on_ranks
 from tools.parity import diagnosis
 from tools.parity.comparison import Findings, findings_path, run_cases
@@ -32,8 +34,8 @@ def execute(plan: Plan) -> Report:
         The report.
 
     Raises:
-        ConfigError: The device lacks the precision or the expert backend.
-        ProcessException: The reference failed.
+        MoeFrameworkError: The device lacks the precision or the expert backend, or the data cannot be read.
+        ProcessException: The reference failed by a fault of the framework.
     """
     device = choose_device(plan, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     plan = on_device(plan, device)
@@ -49,17 +51,28 @@ def execute(plan: Plan) -> Report:
         for reference, config in plan.references.items():
             (folder / reference).mkdir()
             say(f"reference ({reference}): 1 rank on {device}")
-            run_on_ranks(run_reference, 1, device, config, options, folder / reference, steps)
+            error = run_on_ranks(_reference_or_error, 1, device, config, options, folder / reference, steps)
+            if error is not None:
+                raise error
             steps.done += options.steps
             references[reference] = read_reference(folder / reference)
         errors = _run_layouts(plan, device, folder, steps)
         tolerances = derive(plan.cases[0].config, [rate_at(plan.cases[0].config, s) for s in range(options.steps)])
         layouts = [
-            _judge(case, folder, number, references[case.reference], tolerances, errors.get(number))
+            judge(case, folder, number, references[case.reference], tolerances, errors.get(number))
             for number, case in enumerate(plan.cases)
         ]
         backend = next(iter(references.values())).experts_backend
     return Report(plan, device, tolerances, backend, tuple(layouts))
+
+
+def _reference_or_error(*arguments: Any) -> MoeFrameworkError | None:
+    """Run a reference; hand back a user's mistake, which would lose its type on the way out of the process."""
+    try:
+        run_reference(*arguments)
+    except MoeFrameworkError as error:
+        return error
+    return None
 
 
 def _run_layouts(plan: Plan, device: str, folder: Path, steps: Steps) -> dict[int, str]:
@@ -83,9 +96,19 @@ def _run_layouts(plan: Plan, device: str, folder: Path, steps: Steps) -> dict[in
     return errors
 
 
-def _judge(
+def judge(
     case: Case, folder: Path, number: int, reference: Reference, tolerances: Tolerances, error: str | None
 ) -> LayoutReport:
+    """Judge one layout.
+
+    Args:
+        case: What was run.
+        folder: Has its findings.
+        number: The case's number, which names their file.
+        reference: What it is compared with.
+        tolerances: Of the precision.
+        error: Why its ranks ended early, or None.
+    """
     if error is not None:
         return LayoutReport(case.name, (), error=error)
     # Written by our own ranks into a folder that only this user can write.

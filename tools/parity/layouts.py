@@ -72,7 +72,7 @@ def _parse(text: str, violations: list[str]) -> Layout:
     for item in text.split(","):
         axis, _, value = (part.strip() for part in item.partition("="))
         if axis not in AXES:
-            violations.append(f"--layouts={text}: {axis or item!r} is no axis. Use {', '.join(AXES)}.")
+            violations.append(f"--layouts={text}: {axis or repr(item)} is no axis. Use {', '.join(AXES)}.")
         elif axis in degrees:
             violations.append(f"--layouts={text}: {axis} is given twice. Remove one of the two.")
         elif not value.isdecimal() or int(value) < 1:

@@ -12,7 +12,7 @@ from moe_framework.config.schema import Config
 from moe_framework.distributed.mesh import ParallelMesh, build_mesh
 from moe_framework.model.decoder import Decoder
 from moe_framework.moe.experts.choose import Choice
-from moe_framework.optim.adamw import build_adamw
+from moe_framework.optim.adamw import AdamW, build_adamw
 from moe_framework.optim.schedule import learning_rate
 from moe_framework.train import step as stepping
 from moe_framework.train.model import build_model, choose_backend
@@ -59,7 +59,7 @@ class Run:
     mesh: ParallelMesh
     device: torch.device
     model: Decoder
-    optimizer: torch.optim.AdamW
+    optimizer: AdamW
     experts_backend: Choice
 
 
@@ -86,7 +86,13 @@ def build(config: Config, device: torch.device, experts_backend: str | None = No
     choice = choose_backend(config, device, preferred=experts_backend)
     model = build_model(config, mesh, device, choice)
     optimizer = build_adamw(
-        model, lr=optim.lr, weight_decay=optim.weight_decay, beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps
+        model,
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        compiled=config.train.compile,
     )
     return Run(config, mesh, device, model, optimizer, choice)
 
@@ -115,7 +121,7 @@ def train(
     """
     config, mesh, figures = run.config, run.mesh, Figures()
     objective = Objective(config.moe.aux_loss_coeff, config.moe.z_loss_coeff)
-    hook = run.optimizer.register_step_pre_hook(lambda *_: at_gradients(_gradients(run.model)))
+    _before_update(run, at_gradients)
     with make_loader(config, mesh) as loader:
         for step in range(1, options.steps + 1):
             first_sample = loader.consumed_samples
@@ -135,7 +141,6 @@ def train(
                 objective=objective,
                 clip_norm=config.optim.clip_norm,
             )
-            hook.remove()
             _record(figures, counts, result)
             advance(step)
         figures.rows.append(_rows_of_all_ranks(loader.next_step()))
@@ -152,6 +157,18 @@ def rate_at(config: Config, step: int) -> float:
         warmup_steps=optim.warmup_steps,
         max_steps=config.train.max_steps,
     )
+
+
+def _before_update(run: Run, at_gradients: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+    """Show the gradients once, between their last sum and the first update, which may scale them in place."""
+    optimizer, update = run.optimizer, run.optimizer.step_clipped
+
+    def observed(norm: Tensor, clip_norm: float) -> None:
+        optimizer.step_clipped = update
+        at_gradients(_gradients(run.model))
+        update(norm, clip_norm)
+
+    optimizer.step_clipped = observed
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
