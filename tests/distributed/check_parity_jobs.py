@@ -8,16 +8,14 @@ import torch.distributed as dist
 from moe_framework.config.load import load_config
 from moe_framework.config.schema import Config
 from tests.helpers.tiny_runs import ROOT
-from tools.parity.comparison import run_cases
-from tools.parity.execute import judge
+from tools.parity.comparison import run_cases, run_exact
+from tools.parity.execute import judge, tolerances_of
 from tools.parity.inputs import write_documents
 from tools.parity.layouts import parse_layouts
-from tools.parity.plan import Options, Plan, make_plan, with_data
+from tools.parity.plan import Options, Plan, exact_case, make_plan, with_data
 from tools.parity.progress import Steps
 from tools.parity.reference import read_reference, run_reference
 from tools.parity.report import LayoutReport
-from tools.parity.tolerances import derive
-from tools.parity.training import rate_at
 
 # Every pair of sizes differs, the vocabulary is odd, and clipping is active.
 TINY = (
@@ -60,6 +58,9 @@ def reference_job(plan: Plan, folder: Path) -> None:
     for name, config in plan.references.items():
         (folder / name).mkdir()
         run_reference(world(), CPU, config, plan.options, folder / name, Steps.starting_now(100))
+        exact = exact_case(name, config)
+        if exact is not None:
+            run_exact(world(), CPU, exact, plan.options, folder, Steps.starting_now(100))
 
 
 def layouts_job(plan: Plan, folder: Path, numbers: list[int]) -> None:
@@ -69,8 +70,9 @@ def layouts_job(plan: Plan, folder: Path, numbers: list[int]) -> None:
 
 def judged(plan: Plan, folder: Path) -> list[LayoutReport]:
     """Judge what the jobs left."""
-    tolerances = derive(plan.cases[0].config, [rate_at(plan.cases[0].config, s) for s in range(plan.options.steps)])
+    references = {name: read_reference(folder / name) for name in plan.references}
+    tolerances = {name: tolerances_of(plan, reference, folder) for name, reference in references.items()}
     return [
-        judge(case, folder, number, read_reference(folder / case.reference), tolerances, None)
+        judge(case, folder, number, references[case.reference], tolerances[case.reference], None)
         for number, case in enumerate(plan.cases)
     ]

@@ -4,7 +4,7 @@ import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -105,6 +105,29 @@ def run_cases(
             findings = _compare(case, options, device, folder / case.reference, steps)
         if group.rank() == 0:
             findings_path(folder, number).write_bytes(pickle.dumps(findings))
+
+
+def run_exact(
+    group: dist.ProcessGroup, device: torch.device, case: Case, options: Options, folder: Path, steps: Steps
+) -> None:
+    """Run the reference in fp32, to measure what its own precision's rounding does, and write the findings.
+
+    Args:
+        group: Of one rank.
+        device: Its device.
+        case: From `plan.exact_case`.
+        options: From the command line; no fault is made.
+        folder: The reference's folder is in it; the findings are written there.
+        steps: Counts the steps for the progress lines.
+    """
+    assert group.size() == 1, "the reference is one rank"
+    findings = _compare(case, replace(options, inject=None), device, folder / case.reference, steps)
+    exact_path(folder, case.reference).write_bytes(pickle.dumps(findings))
+
+
+def exact_path(folder: Path, reference: str) -> Path:
+    """Return the file of the findings of a reference in fp32."""
+    return folder / f"exact {reference}.pickle"
 
 
 def findings_path(folder: Path, number: int) -> Path:

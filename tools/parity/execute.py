@@ -13,13 +13,13 @@ from torch.multiprocessing.spawn import ProcessException
 from moe_framework.errors import MoeFrameworkError
 from tools.benchmarks.ranks import run_on_ranks
 from tools.parity import diagnosis
-from tools.parity.comparison import Findings, findings_path, run_cases
+from tools.parity.comparison import Findings, exact_path, findings_path, run_cases, run_exact
 from tools.parity.inputs import write_documents
-from tools.parity.plan import RANDOM, Case, Plan, by_world_size, choose_device, on_device, with_data
+from tools.parity.plan import RANDOM, Case, Plan, by_world_size, choose_device, exact_case, on_device, with_data
 from tools.parity.progress import Steps, say
 from tools.parity.reference import Reference, read_reference, run_reference
 from tools.parity.report import LayoutReport, Report
-from tools.parity.rows import first_tensor, rows_of
+from tools.parity.rows import first_tensor, measured_rounding, rows_of
 from tools.parity.tolerances import Tolerances, derive
 from tools.parity.training import rate_at
 
@@ -46,7 +46,8 @@ def execute(plan: Plan) -> Report:
             path = folder / "documents.fa"
             write_documents(path, plan.cases[0].config, steps=options.steps, seed=options.seed)
             plan = with_data(plan, str(path))
-        steps = Steps.starting_now(options.steps * (len(plan.references) + len(plan.cases)))
+        exact_runs = sum(exact_case(name, config) is not None for name, config in plan.references.items())
+        steps = Steps.starting_now(options.steps * (len(plan.references) + exact_runs + len(plan.cases)))
         references = {}
         for reference, config in plan.references.items():
             (folder / reference).mkdir()
@@ -56,14 +57,20 @@ def execute(plan: Plan) -> Report:
                 raise error
             steps.done += options.steps
             references[reference] = read_reference(folder / reference)
+            exact = exact_case(reference, config)
+            if exact is not None:
+                say(f"{exact.name}: 1 rank on {device}")
+                run_on_ranks(run_exact, 1, device, exact, options, folder, steps)
+                steps.done += options.steps
         errors = _run_layouts(plan, device, folder, steps)
-        tolerances = derive(plan.cases[0].config, [rate_at(plan.cases[0].config, s) for s in range(options.steps)])
+        tolerances = {name: tolerances_of(plan, reference, folder) for name, reference in references.items()}
         layouts = [
-            judge(case, folder, number, references[case.reference], tolerances, errors.get(number))
+            judge(case, folder, number, references[case.reference], tolerances[case.reference], errors.get(number))
             for number, case in enumerate(plan.cases)
         ]
         backend = next(iter(references.values())).experts_backend
-    return Report(plan, device, tolerances, backend, tuple(layouts))
+        printed = next(iter(tolerances.values()))
+    return Report(plan, device, printed, backend, tuple(layouts))
 
 
 def _reference_or_error(*arguments: Any) -> MoeFrameworkError | None:
@@ -94,6 +101,21 @@ def _run_layouts(plan: Plan, device: str, folder: Path, steps: Steps) -> dict[in
             steps.done += plan.options.steps * len(done)
             left = [(number, case) for number, case in left if number not in done]
     return errors
+
+
+def tolerances_of(plan: Plan, reference: Reference, folder: Path) -> Tolerances:
+    """Derive the tolerances of the layouts that one reference is compared with.
+
+    Args:
+        plan: What was run.
+        reference: From its folder.
+        folder: Has the findings of the reference in fp32, where the precision is another.
+    """
+    config = plan.cases[0].config
+    path = exact_path(folder, reference.folder.name)
+    # Written by our own rank into a folder that only this user can write.
+    measured = measured_rounding(pickle.loads(path.read_bytes()), reference) if path.exists() else None
+    return derive(config, [rate_at(config, step) for step in range(plan.options.steps)], measured)
 
 
 def judge(

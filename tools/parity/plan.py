@@ -159,6 +159,20 @@ def _validated(config: Config, world_size: int, where: str, violations: list[str
         return None
 
 
+def exact_case(name: str, reference: Config) -> Case | None:
+    """Return the reference in fp32, to be compared with itself, or None where it is in fp32 already.
+
+    Args:
+        name: The reference's name.
+        reference: Its configuration.
+    """
+    if reference.precision.mode == "fp32":
+        return None
+    precision = replace(reference.precision, mode="fp32", attention="bf16")
+    config = replace(reference, precision=precision, experts=replace(reference.experts, backend=AUTO))
+    return Case(Layout(), config, name, 0, f"reference in fp32 ({name})")
+
+
 def on_device(plan: Plan, device: str) -> Plan:
     """Return the plan with every configuration for one device, checked again.
 

@@ -9,7 +9,7 @@ from typing import Any
 from moe_framework.errors import ConfigError
 from tools.parity.plan import Plan
 from tools.parity.rows import Row
-from tools.parity.tolerances import Tolerances
+from tools.parity.tolerances import SAFETY, Tolerances
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ def _lines(report: Report) -> Iterator[str]:
         f"{tolerances.scalar:.1e}, gradients and first moment {tolerances.tensor:.1e}, second moment "
         f"{tolerances.square:.1e}, gap of a choice {tolerances.routing:.1e}"
     )
+    if tolerances.measured:
+        yield f"and at least {SAFETY:g} times the reference's own distance from one rank in fp32"
     for layout in report.layouts:
         yield ""
         yield from _layout_lines(layout)

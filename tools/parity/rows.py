@@ -83,15 +83,17 @@ def rows_of(layout: str, findings: Findings, reference: Reference, tolerances: T
             for step in range(len(reference.figures.scalars)):
                 expected = reference.figures.scalars[step][name]
                 values = [figures.scalars[step][name] for figures in findings.figures]
-                yield row(name, f"step {step + 1}", max(_relative(v, expected) for v in values), tolerances.scalar)
+                where = f"step {step + 1}"
+                allowed = tolerances.of("scalars", f"{name} {where}")
+                yield row(name, where, max(_relative(v, expected) for v in values), allowed)
         yield row("expert load", *_first_unequal(f.loads for f in _with(reference, findings)), 0)
         routing = findings.routing
-        yield row("choice of experts", _place(routing.where), routing.largest_gap, tolerances.routing)
+        yield row("choice of experts", _place(routing.where), routing.largest_gap, tolerances.of("routing", "gap"))
         yield row("experts' function", "layers.0.moe.experts", findings.gate.stored, tolerances.tensor)
         for kind in KINDS:
             tensors = {n: d for n, d in findings.differences["gradients"].items() if kind_of(n) == kind}
             if tensors:
-                yield row(f"gradient: {kind}", *_worst(tensors, dict.fromkeys(tensors, tolerances.tensor)))
+                yield row(f"gradient: {kind}", *_worst(tensors, limits("gradients", tensors, tolerances)))
         for kind in ("parameters", "exp_avg", "exp_avg_sq"):
             tensors = findings.differences[kind]
             yield row(NAMES[kind], *_worst(tensors, limits(kind, tensors, tolerances)))
@@ -103,9 +105,7 @@ def rows_of(layout: str, findings: Findings, reference: Reference, tolerances: T
 
 def limits(kind: str, tensors: dict[str, Difference], tolerances: Tolerances) -> dict[str, float]:
     """Return each tensor's tolerance, by name."""
-    if kind == "parameters":
-        return {name: tolerances.parameter(difference.rms) for name, difference in tensors.items()}
-    return dict.fromkeys(tensors, tolerances.square if kind == "exp_avg_sq" else tolerances.tensor)
+    return {name: tolerances.of(kind, name, difference.rms) for name, difference in tensors.items()}
 
 
 def failing(kind: str, findings: Findings, tolerances: Tolerances) -> list[str]:
@@ -122,6 +122,22 @@ def first_tensor(findings: Findings, tolerances: Tolerances) -> str | None:
         if names:
             return f"{label} of {names[0]}" if kind != "parameters" else f"{names[0]} after the steps"
     return None
+
+
+def measured_rounding(exact: Findings, reference: Reference) -> dict[str, dict[str, float]]:
+    """Return how far another precision is from the reference, as `Tolerances.measured` takes it.
+
+    Args:
+        exact: Of one rank in fp32.
+        reference: In the precision that is checked.
+    """
+    scalars = {
+        f"{name} step {step + 1}": _relative(values[name], reference.figures.scalars[step][name])
+        for step, values in enumerate(exact.figures[0].scalars)
+        for name in SCALARS
+    }
+    tensors = {kind: {name: d.relative for name, d in found.items()} for kind, found in exact.differences.items()}
+    return tensors | {"scalars": scalars, "routing": {"gap": exact.routing.largest_gap}}
 
 
 def _with(reference: Reference, findings: Findings) -> list[Figures]:

@@ -5,11 +5,16 @@ together. A format with a significand of p bits rounds by at most u = 2^-p, rela
 u/√3 in the root mean square. Independent roundings add as squares: a token passes 2L residual writes forward, and
 its gradient as many backward, so whole tensors differ by about u/√3 · √(4L), of which SAFETY times is allowed.
 
+A tensor whose terms cancel, such as a norm's gradient, is rounded more than that. So the reference is run once more in
+fp32, with the same choices of experts, and a layout may be SAFETY times as far from the reference as that run is: both
+are off the exact result by as much as rounding moves it.
+
 In fp32 a flat 1e-5 is allowed, some hundred roundings of 6e-8: it covers the sums over tokens too.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from moe_framework.config.schema import Config
 from moe_framework.precision.modes import compute_format
@@ -36,6 +41,8 @@ class Tolerances:
         square: Of Adam's second moment.
         routing: Of the gap of a choice, relative to the layer's scores.
         updates: Sum of the learning rates, for parameters; see `parameter`.
+        measured: How far fp32 is from the reference, by kind (`reference.TENSORS`, `scalars` or `routing`) and name;
+            empty in fp32.
     """
 
     mode: str
@@ -46,6 +53,23 @@ class Tolerances:
     square: float
     routing: float
     updates: float
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def of(self, kind: str, name: str, rms: float = 0.0) -> float:
+        """Return the tolerance of one number or tensor.
+
+        Args:
+            kind: One of `reference.TENSORS`, `scalars` or `routing`.
+            name: Of the tensor, or of the scalar and its step.
+            rms: Root mean square of a parameter.
+        """
+        derived = {
+            "scalars": self.scalar,
+            "routing": self.routing,
+            "parameters": self.parameter(rms),
+            "exp_avg_sq": self.square,
+        }.get(kind, self.tensor)
+        return max(derived, SAFETY * self.measured.get(kind, {}).get(name, 0.0))
 
     def parameter(self, rms: float) -> float:
         """Return the tolerance of a parameter.
@@ -62,12 +86,15 @@ class Tolerances:
         return 2 * self.updates * math.sqrt(min(self.tensor, 1.0)) / rms + FP32
 
 
-def derive(config: Config, learning_rates: list[float]) -> Tolerances:
+def derive(
+    config: Config, learning_rates: list[float], measured: Mapping[str, Mapping[str, float]] | None = None
+) -> Tolerances:
     """Derive the tolerances of a configuration.
 
     Args:
         config: Validated.
         learning_rates: Of each step.
+        measured: See `Tolerances`.
     """
     mode = config.precision.mode
     name = _coarsest(mode)
@@ -75,8 +102,8 @@ def derive(config: Config, learning_rates: list[float]) -> Tolerances:
     if name == "fp32":
         return Tolerances(mode, name, unit, FP32, FP32, FP32, FP32, sum(learning_rates))
     rounding = unit / math.sqrt(3) * math.sqrt(4 * config.model.num_layers)
-    tensor = SAFETY * rounding
-    return Tolerances(mode, name, unit, tensor / 4, tensor, 2 * tensor, OUTLIER * rounding, sum(learning_rates))
+    tensor, updates = SAFETY * rounding, sum(learning_rates)
+    return Tolerances(mode, name, unit, tensor / 4, tensor, 2 * tensor, OUTLIER * rounding, updates, measured or {})
 
 
 def _coarsest(mode: str) -> str:
