@@ -126,7 +126,7 @@ class Trace:
         parameters: After the last step.
         exp_avg: First Adam moments after the last step.
         exp_avg_sq: Second Adam moments after the last step.
-        scalars: Loss, aux_loss, z_loss and grad_norm of each step.
+        scalars: Loss, aux_loss, z_loss, grad_norm and summed routing entropy of each step.
         tokens_per_expert: [L, E] of each step.
         differing_replicas: Names of parameters and moments that are not the same in all replicas at the end.
         margin: Smallest distance of a token's K-th from its (K+1)-th logit; of the reference only.
@@ -265,6 +265,7 @@ def reference(spec: Spec) -> Trace:
                 "aux_loss": aux_loss.item() / num_layers,
                 "z_loss": z_loss.item() / num_layers,
                 "grad_norm": norm.item(),
+                "entropy": out.entropy_L.sum().item(),
             }
         )
         trace.tokens_per_expert.append(out.tokens_per_expert_LE)
@@ -328,7 +329,8 @@ def train(spec: Spec, layout: Layout) -> Trace:
         assert result.applied
         assert step > 0 or result.grad_norm == unclipped
         names = ("loss", "aux_loss", "z_loss", "grad_norm")
-        trace.scalars.append({name: getattr(result, name) for name in names})
+        scalars = {name: getattr(result, name) for name in names}
+        trace.scalars.append(scalars | {"entropy": result.entropy_L.sum().item()})
         trace.tokens_per_expert.append(result.tokens_per_expert_LE)
     trace.parameters.update(parameters_of(model))
     trace.exp_avg.update(moments_of(model, optimizer, "exp_avg"))

@@ -17,13 +17,15 @@ LARGE = Spec(seed=11, changes=(("hidden_size", 128), ("intermediate_size", 384))
 SOURCE = Layout(2, 2)
 OTHERS = [
     Layout(1, 2, tp=2),
-    Layout(1, 2, tp=2, expert_tp=2, backend="loop"),
-    Layout(2, 1, tp=2, expert_tp=2, backend="loop"),
     Layout(1, 1, tp=4),
-    Layout(1, 1, tp=4, expert_tp=4, backend="loop"),
     Layout(4, 1),
-    Layout(2, 2, dp_replicate=2),
+    Layout(2, 1, tp=2, expert_tp=2, backend="loop"),
     Layout(2, 1, tp=2, dp_replicate=2),
+]
+MORE = [
+    Layout(1, 2, tp=2, expert_tp=2, backend="loop"),
+    Layout(1, 1, tp=4, expert_tp=4, backend="loop"),
+    Layout(2, 2, dp_replicate=2),
 ]
 
 
@@ -50,7 +52,9 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("layout", OTHERS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [*OTHERS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE)], ids=str
+)
 def test_a_step_goes_to_another_layout_and_back_bit_for_bit(
     ranks: RankPool, saved: Path, tmp_path: Path, layout: Layout, expected: dict[str, Tensor]
 ):
@@ -74,6 +78,6 @@ def test_the_size_of_a_step_does_not_depend_on_the_layout(ranks: RankPool, tmp_p
     assert max(sizes.values()) == pytest.approx(min(sizes.values()), rel=0.01), sizes
 
 
-@pytest.mark.parametrize("layout", OTHERS, ids=str)
+@pytest.mark.parametrize("layout", [*OTHERS, *MORE], ids=str)
 def test_every_block_is_stored_where_it_belongs(ranks: RankPool, layout: Layout):
     assert ranks.run(jobs.places_of_values, layout.world_size, SPEC, layout) == [[]] * layout.world_size

@@ -100,5 +100,6 @@ def test_every_combination_equals_one_process(ranks: RankPool, layout: Layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", EIGHT_RANKS, ids=str)
 def test_eight_ranks_equal_one_process(ranks: RankPool, layout: Layout):
-    spec, expected = reference_of()
-    assert_equal_to_reference(ranks.run(train, 8, spec, layout), expected, spec)
+    # 17 rows over two tp ranks, and then over four: neither split is even, nor is one the other's refinement.
+    spec, expected = reference_of(changes=(("vocab_size", 17),))
+    assert_equal_to_reference(ranks.run(train, 8, spec, layout, timeout_s=280), expected, spec)

@@ -1,4 +1,4 @@
-"""A run logs the same numbers for the same global batches, whatever the layout and the accumulation."""
+"""A run logs the same numbers for the same global batches, whatever the layout, the accumulation and the resumes."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed import train_jobs as jobs
 from tests.helpers.pool import RankPool
-from tests.helpers.tiny_runs import arguments, metrics
+from tests.helpers.tiny_runs import arguments, losses, metrics
 
 MEASURED = ("tokens_per_second", "mfu", "peak_memory_bytes")
 TOLERANCE = 1e-5
@@ -51,3 +51,22 @@ def test_metrics_are_those_of_one_rank(ranks: RankPool, tmp_path: Path, on_one_r
             >= {"loss", "aux_loss", "z_loss", "grad_norm", "max_over_mean_load", "tokens"}
         )
         assert line == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_a_run_that_changes_its_layout_goes_on_with_the_same_losses(ranks: RankPool, tmp_path: Path):
+    one, changing = tmp_path / "one", tmp_path / "changing"
+    one.mkdir()
+    changing.mkdir()
+    layouts = [
+        (4, ("parallel.ep=2", "parallel.tp=2", "parallel.expert_tp=2"), 4),
+        (4, ("parallel.ep=1", "parallel.tp=2", "parallel.dp_replicate=2"), 7),
+        (2, ("parallel.ep=2",), None),
+    ]
+    ranks.run(jobs.watch, 1, arguments(one, "parallel.ep=1", "experts.backend=loop", max_steps=9))
+    for world_size, layout, stop in layouts:
+        line = arguments(changing, "experts.backend=loop", *layout, max_steps=9)
+        seen = ranks.run(jobs.watch, world_size, line, stop_after=stop)
+        # Ranks that share a row read the same one.
+        tp = 2 if "parallel.tp=2" in layout else 1
+        assert all(seen[rank].rows == seen[rank - rank % tp].rows for rank in range(world_size))
+    assert losses(changing / "run") == pytest.approx(losses(one / "run"), rel=TOLERANCE)

@@ -15,6 +15,13 @@ from tests.helpers.tiny_runs import arguments, losses, metrics, step_numbers, wr
 EP2, DP2, ONE = ("parallel.ep=2",), ("parallel.ep=1", "train.micro_batch_size=2"), ("parallel.ep=1",)
 # Accumulation, recomputation and a foreground save: what else could change the order of sums.
 EP2_ACCUMULATED = (*EP2, "train.activation_checkpointing=selective", "checkpoint.async_save=false")
+DP2_TP2 = (
+    "parallel.ep=1",
+    "parallel.tp=2",
+    "parallel.dp_replicate=2",
+    "train.activation_checkpointing=selective",
+    "experts.backend=loop",
+)
 DP2_EP2 = ("parallel.ep=2", "train.activation_checkpointing=full", "moe.aux_loss=global_batch")
 
 
@@ -44,7 +51,9 @@ def exact(run_dir: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(2, EP2_ACCUMULATED), (2, DP2), (4, DP2_EP2)], ids=["ep2", "dp2", "dp2_ep2"]
+    ("world_size", "layout"),
+    [(2, EP2_ACCUMULATED), (2, DP2), (4, DP2_EP2), (4, DP2_TP2)],
+    ids=["ep2", "dp2", "dp2_ep2", "dp2_tp2"],
 )
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks: RankPool, tmp_path, world_size, layout):
     reference, stopped = tmp_path / "reference", tmp_path / "stopped"
