@@ -1,0 +1,41 @@
+"""Tolerances follow from the precision; none is wider than its derivation."""
+
+import pytest
+
+from tests.distributed.check_parity_jobs import tiny_config
+from tools.parity.tolerances import derive
+
+RATES = [1e-4, 2e-4]
+
+
+def test_fp32_allows_a_hundred_thousandth_of_everything():
+    found = derive(tiny_config(), RATES)
+    assert {found.scalar, found.tensor, found.square, found.routing, found.parameter(0.02)} == {1e-5}
+
+
+@pytest.mark.parametrize(("mode", "unit"), [("bf16", 2**-8), ("mxfp8_emulated", 2**-4), ("auto8", 2**-4)])
+def test_a_coarser_format_allows_its_rounding_through_the_depth(mode: str, unit: float):
+    shallow = derive(tiny_config(f"precision.mode={mode}"), RATES)
+    deep = derive(tiny_config(f"precision.mode={mode}", "model.num_layers=8"), RATES)
+    assert shallow.unit == unit
+    assert shallow.tensor == pytest.approx(2 * unit / 3**0.5 * 8**0.5)
+    assert deep.tensor == pytest.approx(2 * shallow.tensor)
+    assert shallow.scalar < shallow.tensor < shallow.square
+
+
+def test_a_parameter_may_differ_by_the_updates_of_a_share_of_its_elements():
+    found = derive(tiny_config("precision.mode=bf16"), RATES)
+    assert found.parameter(0.02) == pytest.approx(2 * 3e-4 * found.tensor**0.5 / 0.02 + 1e-5)
+    assert found.parameter(0.04) < found.parameter(0.02)
+
+
+def test_a_tensor_that_rounding_moves_more_may_differ_twice_as_much():
+    measured = {"gradients": {"norm.weight": 0.2, "embed.weight": 1e-4}, "scalars": {"loss step 1": 0.1}}
+    found = derive(tiny_config("precision.mode=bf16"), RATES, measured)
+    assert found.of("gradients", "norm.weight") == pytest.approx(0.4)
+    assert found.of("gradients", "embed.weight") == found.of("gradients", "lm_head.weight") == found.tensor
+    assert found.of("exp_avg_sq", "norm.weight") == found.square
+    assert found.of("parameters", "norm.weight", 0.02) == found.parameter(0.02)
+    assert found.of("scalars", "loss step 1") == pytest.approx(0.2)
+    assert found.of("scalars", "loss step 2") == found.scalar
+    assert found.of("routing", "gap") == found.routing

@@ -1,0 +1,143 @@
+"""The verdicts as a table and as JSON."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_framework.errors import ConfigError
+from tools.parity.plan import Plan
+from tools.parity.rows import Row
+from tools.parity.tolerances import SAFETY, Tolerances
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """One layout.
+
+    Attributes:
+        layout: The case's name.
+        rows: Its verdicts.
+        choices: Choices of experts that were compared.
+        near_ties: Choices that would have differed, within rounding or not; all are replayed.
+        first_tensor: The first tensor that differs, or None.
+        looks_like: The known fault that explains it, or None.
+        error: Why the ranks ended early, or None.
+    """
+
+    layout: str
+    rows: tuple[Row, ...]
+    choices: int = 0
+    near_ties: int = 0
+    first_tensor: str | None = None
+    looks_like: str | None = None
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row is."""
+        return self.error is None and all(row.ok for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All layouts.
+
+    Attributes:
+        plan: What was run.
+        device: `cpu` or `cuda`.
+        tolerances: Of the precision.
+        experts_backend: What computed the reference's experts.
+        layouts: One for each case.
+    """
+
+    plan: Plan
+    device: str
+    tolerances: Tolerances
+    experts_backend: str
+    layouts: tuple[LayoutReport, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layout is."""
+        return all(layout.ok for layout in self.layouts)
+
+
+def to_text(report: Report) -> str:
+    """Return the report as a table with a verdict per row."""
+    return "\n".join(_lines(report))
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Write the report; `rows` and `ok` are what scripts need.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    content = {
+        "ok": report.ok,
+        "rows": [asdict(row) for layout in report.layouts for row in layout.rows],
+        "layouts": [
+            {name: value for name, value in asdict(layout).items() if name != "rows"} | {"ok": layout.ok}
+            for layout in report.layouts
+        ],
+        "tolerances": asdict(report.tolerances),
+        "options": _options(report),
+    }
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json={path}: cannot be written ({error.strerror}). Give a file in a folder.") from None
+
+
+def _options(report: Report) -> dict[str, Any]:
+    return asdict(report.plan.options) | {"device": report.device, "experts_backend": report.experts_backend}
+
+
+def _lines(report: Report) -> Iterator[str]:
+    options, tolerances = report.plan.options, report.tolerances
+    injected = f", injected fault: {options.inject}" if options.inject else ""
+    yield (
+        f"{options.steps} steps on {report.device}, precision.mode={tolerances.mode}, seed {options.seed}, "
+        f"experts by {report.experts_backend}{injected}"
+    )
+    yield (
+        f"tolerances, relative (unit roundoff of {tolerances.format} {tolerances.unit:.1e}): losses and norm "
+        f"{tolerances.scalar:.1e}, gradients and first moment {tolerances.tensor:.1e}, second moment "
+        f"{tolerances.square:.1e}, gap of a choice {tolerances.routing:.1e}"
+    )
+    if tolerances.measured:
+        yield f"and at least {SAFETY:g} times the reference's own distance from one rank in fp32"
+    for layout in report.layouts:
+        yield ""
+        yield from _layout_lines(layout)
+    good = sum(layout.ok for layout in report.layouts)
+    yield ""
+    yield f"{good} of {len(report.layouts)} layouts equal one rank within tolerance"
+
+
+def _layout_lines(layout: LayoutReport) -> Iterator[str]:
+    yield f"{layout.layout}: {'ok' if layout.ok else 'DIFFERS'}"
+    if layout.error is not None:
+        yield f"  its ranks ended early: {layout.error}"
+        return
+    cells = [
+        (row.quantity, _number(row.difference), _number(row.tolerance), "ok" if row.ok else "DIFFERS", row.tensor)
+        for row in layout.rows
+    ]
+    header = ("quantity", "difference", "tolerance", "verdict", "where it is largest")
+    widths = [max(len(line[column]) for line in (header, *cells)) for column in range(len(header))]
+    for line in (header, *cells):
+        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))).rstrip()
+    yield f"  choices of experts that would have differed, and were replayed: {layout.near_ties} of {layout.choices:,}"
+    if layout.first_tensor is not None:
+        yield f"  first tensor that differs: {layout.first_tensor}"
+    if layout.looks_like is not None:
+        yield f"  looks like: {layout.looks_like}"
+    elif not layout.ok:
+        yield "  looks like: no fault that is known here"
+
+
+def _number(value: float) -> str:
+    return f"{value:d}" if isinstance(value, int) else f"{value:.2e}"

@@ -1,0 +1,112 @@
+"""How far rounding alone may part a layout from one rank, derived from the format of the compute.
+
+Layouts differ in the order of sums, in the shapes of products, and, with a scale per tensor, in what is quantized
+together. A format with a significand of p bits rounds by at most u = 2^-p, relatively; spread evenly below that, by
+u/√3 in the root mean square. Independent roundings add as squares: a token passes 2L residual writes forward, and
+its gradient as many backward, so whole tensors differ by about u/√3 · √(4L), of which SAFETY times is allowed.
+
+A tensor whose terms cancel, such as a norm's gradient, is rounded more than that. So the reference is run once more in
+fp32, with the same choices of experts, and a layout may be SAFETY times as far from the reference as that run is: both
+are off the exact result by as much as rounding moves it.
+
+In fp32 a flat 1e-5 is allowed, some hundred roundings of 6e-8: it covers the sums over tokens too.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moe_framework.config.schema import Config
+from moe_framework.precision.modes import compute_format
+
+FP32 = 1e-5
+SAFETY = 2.0
+# Bits of the significand, the hidden one included.
+SIGNIFICAND = {"fp32": 24, "bf16": 8, "fp8": 4, "fp4": 2}
+# A choice of experts is one number a token, not a mean over a tensor: of a hundred thousand choices the largest error
+# is about five times the root mean square.
+OUTLIER = 6.0
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Largest relative differences that count as rounding.
+
+    Attributes:
+        mode: `precision.mode`.
+        format: The coarsest format in it.
+        unit: u of that format.
+        scalar: Of losses and of the gradient norm.
+        tensor: Of gradients and of Adam's first moment.
+        square: Of Adam's second moment.
+        routing: Of the gap of a choice, relative to the layer's scores.
+        updates: Sum of the learning rates, for parameters; see `parameter`.
+        measured: How far fp32 is from the reference, by kind (`reference.TENSORS`, `scalars` or `routing`) and name;
+            empty in fp32.
+    """
+
+    mode: str
+    format: str
+    unit: float
+    scalar: float
+    tensor: float
+    square: float
+    routing: float
+    updates: float
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def of(self, kind: str, name: str, rms: float = 0.0) -> float:
+        """Return the tolerance of one number or tensor.
+
+        Args:
+            kind: One of `reference.TENSORS`, `scalars` or `routing`.
+            name: Of the tensor, or of the scalar and its step.
+            rms: Root mean square of a parameter.
+        """
+        derived = {
+            "scalars": self.scalar,
+            "routing": self.routing,
+            "parameters": self.parameter(rms),
+            "exp_avg_sq": self.square,
+        }.get(kind, self.tensor)
+        return max(derived, SAFETY * self.measured.get(kind, {}).get(name, 0.0))
+
+    def parameter(self, rms: float) -> float:
+        """Return the tolerance of a parameter.
+
+        Adam moves each element by about the learning rate, whatever its gradient. Elements whose gradient is below
+        its error may move either way: a share of about the gradient's relative difference, ε, of all. So ‖a − b‖ is
+        at most about 2 · Σ lr · √ε · √n.
+
+        Args:
+            rms: Root mean square of the parameter.
+        """
+        if self.mode == "fp32" or rms == 0:
+            return self.tensor
+        return 2 * self.updates * math.sqrt(min(self.tensor, 1.0)) / rms + FP32
+
+
+def derive(
+    config: Config, learning_rates: list[float], measured: Mapping[str, Mapping[str, float]] | None = None
+) -> Tolerances:
+    """Derive the tolerances of a configuration.
+
+    Args:
+        config: Validated.
+        learning_rates: Of each step.
+        measured: See `Tolerances`.
+    """
+    mode = config.precision.mode
+    name = _coarsest(mode)
+    unit = 2.0 ** -SIGNIFICAND[name]
+    if name == "fp32":
+        return Tolerances(mode, name, unit, FP32, FP32, FP32, FP32, sum(learning_rates))
+    rounding = unit / math.sqrt(3) * math.sqrt(4 * config.model.num_layers)
+    tensor, updates = SAFETY * rounding, sum(learning_rates)
+    return Tolerances(mode, name, unit, tensor / 4, tensor, 2 * tensor, OUTLIER * rounding, updates, measured or {})
+
+
+def _coarsest(mode: str) -> str:
+    if mode == "nvfp4":
+        return "fp4"
+    return "fp8" if "fp8" in mode or mode == "auto8" else compute_format(mode)
