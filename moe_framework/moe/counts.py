@@ -14,7 +14,7 @@ class HostCounts(Tensor):
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
-    _values: tuple[int, ...]
+    host_values: tuple[int, ...]
 
     @classmethod
     def of(cls, counts: Tensor, values: list[int] | None = None) -> "HostCounts":
@@ -30,9 +30,9 @@ class HostCounts(Tensor):
         if values is None and isinstance(counts, cls):
             return counts
         known = counts.as_subclass(cls)
-        known._values = tuple(counts.tolist() if values is None else values)
+        known.host_values = tuple(counts.tolist() if values is None else values)
         return known
 
     def tolist(self) -> list[int]:
         """Return the values, on the host."""
-        return list(self._values)
+        return list(self.host_values)

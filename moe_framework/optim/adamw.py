@@ -57,13 +57,15 @@ class AdamW(torch.optim.AdamW):
         lr = torch.full((), group["lr"], dtype=torch.float32, device=steps[0].device)
         assert self._compiled_update is not None
         # One tensor after another, flat: one kernel serves all shapes, and tuning it copies no more than one tensor.
-        for *tensors, step in zip(params, grads, first, second, steps, strict=True):
-            flat = [_local(tensor).view(-1) for tensor in tensors]
-            self._compiled_update(*flat, step, lr, excess, beta1, beta2, group["weight_decay"], group["eps"])
+        flat = [[_flat(tensor) for tensor in part] for part in (params, grads, first, second)]
+        for param, grad, mean, variance, step in zip(*flat, steps, strict=True):
+            self._compiled_update(
+                param, grad, mean, variance, step, lr, excess, beta1, beta2, group["weight_decay"], group["eps"]
+            )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+def _flat(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).view(-1)
 
 
 def _update(param, grad, first, second, step, lr, excess, beta1, beta2, weight_decay, eps) -> None:
