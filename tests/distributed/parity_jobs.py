@@ -36,7 +36,7 @@ from tests.unit.model.builders import SMALL, plain_decoder, random_row
 IDLE_EXPERT = 5
 SEQ_LENGTH = 24
 NUM_STEPS = 3
-OPTIM: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+OPTIM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 OBJECTIVE = Objective(aux_loss_coeff=0.02, z_loss_coeff=0.01)
 CLIP_NORM = 0.5  # below the norms met here, so that clipping is active
 

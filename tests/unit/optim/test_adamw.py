@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -5,7 +7,7 @@ from moe_framework.optim.adamw import build_adamw
 from moe_framework.optim.clip import global_grad_norm
 from tests.unit.model.builders import plain_decoder
 
-SETTINGS = {"lr": 1e-2, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6}
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6}
 
 
 def test_every_parameter_is_in_one_group_and_only_norms_do_not_decay():

@@ -32,8 +32,9 @@ class Row:
         seconds: Their median and quartiles.
         tokens_per_second_per_gpu: At the median.
         model_flops_per_second_per_gpu: By `observe.throughput.flops_per_token`, at the median.
-        peak_bytes: Largest memory allocated by torch in any step, warm-up included, of the worst rank; None on a CPU.
-        allocated_before_bytes: What the contenders before it left allocated, of the worst rank; None on a CPU.
+        peak_bytes: Largest memory allocated by torch in any step, warm-up included, of the worst rank, without what
+            contenders before it had left allocated; None on a CPU.
+        allocated_before_bytes: What they had left, of the worst rank; None on a CPU.
         first_loss: Before the first update, mean over ranks, nats per target.
         last_loss: Before the last update.
         build_seconds: Until the first step could start.
@@ -94,7 +95,8 @@ def measure(
     Collective: the world; every rank must call.
     """
     free_memory(device)
-    before = _largest(_allocated(device))
+    left = _allocated(device)
+    before = _largest(left)
     # In a function of its own, so that nothing holds the contender when its memory is given back.
     found = _run(build, device, warmup, repetitions, profile)
     free_memory(device)
@@ -116,7 +118,7 @@ def measure(
         seconds=spread,
         tokens_per_second_per_gpu=rate,
         model_flops_per_second_per_gpu=rate * flops_per_token,
-        peak_bytes=_largest(found.peak_bytes),
+        peak_bytes=_largest(None if found.peak_bytes is None or left is None else found.peak_bytes - left),
         first_loss=first,
         last_loss=last,
         build_seconds=found.build_seconds,
