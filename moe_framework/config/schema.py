@@ -267,7 +267,8 @@ class CheckpointConfig:
         async_save: Write in the background while training goes on.
         resume: `auto` (from the latest complete step of ckpt_dir, if there is one), `never` (refused when
             ckpt_dir has a complete step), or the path of a step folder.
-        init_from: A step folder whose weights start a new run at step 0, without optimizer or data position.
+        init_from: Weights that start a new run at step 0, without optimizer or data position: a step folder, a
+            Hugging Face folder, or a Megatron-Core checkpoint.
     """
 
     ckpt_dir: str | None = None
