@@ -3,7 +3,8 @@
 from copy import deepcopy
 from pathlib import Path
 
-from tools.parity.comparison import Findings, GateProbe
+from tools.parity.comparison import Findings
+from tools.parity.probe import GateProbe
 from tools.parity.reference import TENSORS, Reference
 from tools.parity.routing import Differences
 from tools.parity.tensors import Difference
@@ -42,7 +43,7 @@ def figures() -> Figures:
 
 
 def reference() -> Reference:
-    return Reference(Path("unused"), figures(), {}, "loop")
+    return Reference(Path("unused"), figures(), {}, "loop", 1e-7)
 
 
 def findings(*off: str, kinds: tuple[str, ...] = ("gradients",), difference: Difference = OFF, **changes) -> Findings:
