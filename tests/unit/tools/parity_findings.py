@@ -11,7 +11,7 @@ from tools.parity.tensors import Difference
 from tools.parity.tolerances import Tolerances
 from tools.parity.training import Figures
 
-TOLERANCES = Tolerances("fp32", "fp32", 2**-24, 1e-5, 1e-5, 1e-5, 1e-5, 1e-3)
+TOLERANCES = Tolerances("fp32", "fp32", 2**-24, 2e-7, 1e-5, 1e-5, 1e-5, 1e-5, 1e-3)
 EQUAL = Difference(1e-7, 1.0, 1e-7, 0.02)
 OFF = Difference(0.1, 0.99, 0.09, 0.02)
 NAMES = (
