@@ -63,8 +63,9 @@ def test_layouts_equal_one_rank(ranks: RankPool, tmp_path: Path):
         (("train.activation_checkpointing=full", "model.tie_embeddings=true"), {"accumulation": (2,)}),
         (("train.activation_checkpointing=selective", "model.qk_norm=true"), {}),
         (("precision.mode=bf16",), {}),
+        (("precision.mode=mxfp8_emulated", "model.hidden_size=64", "model.intermediate_size=32"), {}),
     ],
-    ids=["global_batch", "full", "selective", "bf16"],
+    ids=["global_batch", "full", "selective", "bf16", "mxfp8"],
 )
 def test_options_of_training_pass(ranks: RankPool, tmp_path: Path, changes: tuple[str, ...], options: dict):
     assert_ok(checked(ranks, planned(tmp_path, "ep=2;tp=2", *changes, **options), tmp_path))

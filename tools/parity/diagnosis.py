@@ -55,7 +55,10 @@ def explain(name: str, findings: Findings, tolerances: Tolerances) -> str:
 
 def _is_swapped(findings: Findings, tolerances: Tolerances) -> bool:
     stored, exchanged = findings.gate
-    return any(name.endswith(" swapped") for name in findings.initial) or exchanged <= tolerances.tensor < stored
+    return (
+        any(name.endswith(" swapped") for name in findings.initial)
+        or exchanged <= tolerances.of("function", "gate") < stored
+    )
 
 
 def _of_gradients(

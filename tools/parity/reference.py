@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_framework.config.schema import Config
 from tools.parity.plan import Options
+from tools.parity.probe import probe_gate
 from tools.parity.progress import Steps
 from tools.parity.routing import Recorder
 from tools.parity.tensors import MOMENTS, digests, moments, named_parameters, whole
@@ -29,12 +30,14 @@ class Reference:
         figures: Its numbers.
         initial: Digests of its parameters before the first step.
         experts_backend: What computed its experts.
+        function: Difference of their function from plain torch; see `probe`.
     """
 
     folder: Path
     figures: Figures
     initial: dict[str, str]
     experts_backend: str
+    function: float
 
     @property
     def routing(self) -> Path:
@@ -81,6 +84,7 @@ def run_reference(
         "figures": figures_json,
         "initial": initial,
         "experts_backend": run.experts_backend.name,
+        "function": probe_gate(run).stored,
     }
     (folder / "reference.json").write_text(json.dumps(content))
 
@@ -91,7 +95,7 @@ def read_reference(folder: Path) -> Reference:
     figures = Figures(**content["figures"])
     figures.rows = [{(sample, digest): n for sample, digest, n in rows} for rows in content["figures"]["rows"]]
     figures.tokens = [tuple(counts) for counts in content["figures"]["tokens"]]
-    return Reference(folder, figures, content["initial"], content["experts_backend"])
+    return Reference(folder, figures, content["initial"], content["experts_backend"], content["function"])
 
 
 def _save(tensors: Iterator[tuple[str, Tensor]], path: Path) -> None:

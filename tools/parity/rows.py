@@ -89,7 +89,7 @@ def rows_of(layout: str, findings: Findings, reference: Reference, tolerances: T
         yield row("expert load", *_first_unequal(f.loads for f in _with(reference, findings)), 0)
         routing = findings.routing
         yield row("choice of experts", _place(routing.where), routing.largest_gap, tolerances.of("routing", "gap"))
-        yield row("experts' function", "layers.0.moe.experts", findings.gate.stored, tolerances.tensor)
+        yield row("experts' function", "layers.0.moe.experts", findings.gate.stored, tolerances.of("function", "gate"))
         for kind in KINDS:
             tensors = {n: d for n, d in findings.differences["gradients"].items() if kind_of(n) == kind}
             if tensors:
@@ -137,7 +137,8 @@ def measured_rounding(exact: Findings, reference: Reference) -> dict[str, dict[s
         for name in SCALARS
     }
     tensors = {kind: {name: d.relative for name, d in found.items()} for kind, found in exact.differences.items()}
-    return tensors | {"scalars": scalars, "routing": {"gap": exact.routing.largest_gap}}
+    others = {"routing": {"gap": exact.routing.largest_gap}, "function": {"gate": reference.function}}
+    return tensors | {"scalars": scalars} | others
 
 
 def _with(reference: Reference, findings: Findings) -> list[Figures]:

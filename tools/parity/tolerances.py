@@ -1,13 +1,13 @@
-"""How far rounding alone may part a layout from one rank, derived from the format of the compute.
+"""How far rounding alone may part a layout from one rank: derived from the format of the compute, and measured.
 
-Layouts differ in the order of sums, in the shapes of products, and, with a scale per tensor, in what is quantized
-together. A format with a significand of p bits rounds by at most u = 2^-p, relatively; spread evenly below that, by
-u/√3 in the root mean square. Independent roundings add as squares: a token passes 2L residual writes forward, and
-its gradient as many backward, so whole tensors differ by about u/√3 · √(4L), of which SAFETY times is allowed.
+Layouts differ in the order of sums, in the shapes of products, and, in 8 bits, in what is quantized together. A
+format with a significand of p bits rounds by at most u = 2^-p, relatively; spread evenly below that, by u/√3 in the
+root mean square. Independent roundings add as squares: a token passes 2L residual writes forward, and its gradient as
+many backward, so whole tensors differ by about u/√3 · √(4L), of which SAFETY times is allowed.
 
-A tensor whose terms cancel, such as a norm's gradient, is rounded more than that. So the reference is run once more in
-fp32, with the same choices of experts, and a layout may be SAFETY times as far from the reference as that run is: both
-are off the exact result by as much as rounding moves it.
+A tensor whose terms cancel, such as a norm's gradient, is rounded more than that, and so is all that quantized products
+reach. So the reference is run once more in fp32, with the same choices of experts, and a layout may be SAFETY times as
+far from the reference as that run is: both are off the exact result by as much as rounding moves it.
 
 In fp32 a flat 1e-5 is allowed, some hundred roundings of 6e-8: it covers the sums over tokens too.
 """
@@ -21,8 +21,8 @@ from moe_framework.precision.modes import compute_format
 
 FP32 = 1e-5
 SAFETY = 2.0
-# Bits of the significand, the hidden one included.
-SIGNIFICAND = {"fp32": 24, "bf16": 8, "fp8": 4, "fp4": 2}
+# Bits of the significand, the hidden one included. What is coarser than bf16 is measured.
+SIGNIFICAND = {"fp32": 24, "bf16": 8}
 # A choice of experts is one number a token, not a mean over a tensor: of a hundred thousand choices the largest error
 # is about five times the root mean square.
 OUTLIER = 6.0
@@ -34,20 +34,22 @@ class Tolerances:
 
     Attributes:
         mode: `precision.mode`.
-        format: The coarsest format in it.
+        format: Of the activations in it.
         unit: u of that format.
+        rounding: What that format does to a gradient through the depth, SAFETY included.
         scalar: Of losses and of the gradient norm.
         tensor: Of gradients and of Adam's first moment.
         square: Of Adam's second moment.
         routing: Of the gap of a choice, relative to the layer's scores.
         updates: Sum of the learning rates, for parameters; see `parameter`.
-        measured: How far fp32 is from the reference, by kind (`reference.TENSORS`, `scalars` or `routing`) and name;
-            empty in fp32.
+        measured: How far fp32 is from the reference, by kind (`reference.TENSORS`, `scalars`, `routing` or `function`)
+            and name; empty in fp32.
     """
 
     mode: str
     format: str
     unit: float
+    rounding: float
     scalar: float
     tensor: float
     square: float
@@ -59,7 +61,7 @@ class Tolerances:
         """Return the tolerance of one number or tensor.
 
         Args:
-            kind: One of `reference.TENSORS`, `scalars` or `routing`.
+            kind: One of `reference.TENSORS`, `scalars`, `routing` or `function`.
             name: Of the tensor, or of the scalar and its step.
             rms: Root mean square of a parameter.
         """
@@ -75,15 +77,13 @@ class Tolerances:
         """Return the tolerance of a parameter.
 
         Adam moves each element by about the learning rate, whatever its gradient. Elements whose gradient is below
-        its error may move either way: a share of about the gradient's relative difference, ε, of all. So ‖a − b‖ is
-        at most about 2 · Σ lr · √ε · √n.
+        its rounding may move either way: a share of about ε of all, the relative rounding of the gradient. So
+        ‖a − b‖ is at most about 2 · Σ lr · √ε · √n. In fp32 that passes 1e-5 only where learning rates are high.
 
         Args:
             rms: Root mean square of the parameter.
         """
-        if self.mode == "fp32" or rms == 0:
-            return self.tensor
-        return 2 * self.updates * math.sqrt(min(self.tensor, 1.0)) / rms + FP32
+        return max(FP32, 2 * self.updates * math.sqrt(self.rounding) / rms) if rms else FP32
 
 
 def derive(
@@ -96,17 +96,10 @@ def derive(
         learning_rates: Of each step.
         measured: See `Tolerances`.
     """
-    mode = config.precision.mode
-    name = _coarsest(mode)
+    mode, name, updates = config.precision.mode, compute_format(config.precision.mode), sum(learning_rates)
     unit = 2.0 ** -SIGNIFICAND[name]
-    if name == "fp32":
-        return Tolerances(mode, name, unit, FP32, FP32, FP32, FP32, sum(learning_rates))
-    rounding = unit / math.sqrt(3) * math.sqrt(4 * config.model.num_layers)
-    tensor, updates = SAFETY * rounding, sum(learning_rates)
-    return Tolerances(mode, name, unit, tensor / 4, tensor, 2 * tensor, OUTLIER * rounding, updates, measured or {})
-
-
-def _coarsest(mode: str) -> str:
-    if mode == "nvfp4":
-        return "fp4"
-    return "fp8" if "fp8" in mode or mode == "auto8" else compute_format(mode)
+    rms = unit / math.sqrt(3) * math.sqrt(4 * config.model.num_layers)
+    tensor = SAFETY * rms
+    if mode == "fp32":
+        return Tolerances(mode, name, unit, tensor, FP32, FP32, FP32, FP32, updates)
+    return Tolerances(mode, name, unit, tensor, tensor / 4, tensor, 2 * tensor, OUTLIER * rms, updates, measured or {})

@@ -3,14 +3,15 @@
 from copy import deepcopy
 from pathlib import Path
 
-from tools.parity.comparison import Findings, GateProbe
+from tools.parity.comparison import Findings
+from tools.parity.probe import GateProbe
 from tools.parity.reference import TENSORS, Reference
 from tools.parity.routing import Differences
 from tools.parity.tensors import Difference
 from tools.parity.tolerances import Tolerances
 from tools.parity.training import Figures
 
-TOLERANCES = Tolerances("fp32", "fp32", 2**-24, 1e-5, 1e-5, 1e-5, 1e-5, 1e-3)
+TOLERANCES = Tolerances("fp32", "fp32", 2**-24, 2e-7, 1e-5, 1e-5, 1e-5, 1e-5, 1e-3)
 EQUAL = Difference(1e-7, 1.0, 1e-7, 0.02)
 OFF = Difference(0.1, 0.99, 0.09, 0.02)
 NAMES = (
@@ -42,7 +43,7 @@ def figures() -> Figures:
 
 
 def reference() -> Reference:
-    return Reference(Path("unused"), figures(), {}, "loop")
+    return Reference(Path("unused"), figures(), {}, "loop", 1e-7)
 
 
 def findings(*off: str, kinds: tuple[str, ...] = ("gradients",), difference: Difference = OFF, **changes) -> Findings:

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.unit.tools.parity_findings import NAMES, OFF, TOLERANCES, figures, findings, reference
-from tools.parity.comparison import Findings, GateProbe
+from tools.parity.comparison import Findings
 from tools.parity.diagnosis import explain, looks_like
+from tools.parity.probe import GateProbe
 from tools.parity.rows import rows_of
 from tools.parity.tensors import Difference
 

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from tests.unit.tools.parity_findings import NAMES, TOLERANCES, figures, findings, reference
-from tools.parity.comparison import Findings, GateProbe
+from tools.parity.comparison import Findings
+from tools.parity.probe import GateProbe
 from tools.parity.routing import Differences, Place
 from tools.parity.rows import KINDS, Row, first_tensor, kind_of, rows_of
 from tools.parity.training import Figures
