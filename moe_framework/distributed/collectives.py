@@ -197,7 +197,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
 
 def together[T](action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return what an action gives on this rank; if a user's mistake stops it on one rank, every rank says so.
+    """Return what an action gives on this rank; if an error stops it on one rank, every rank says so.
 
     Args:
         action: May fail on some ranks only, as reading a file may; must not communicate.
@@ -207,14 +207,14 @@ def together[T](action: Callable[[], T], group: dist.ProcessGroup | None = None)
         This rank's result.
 
     Raises:
-        MoeFrameworkError: That of the lowest failed rank, on every rank.
+        MoeFrameworkError: That of the lowest failed rank, on every rank; see `raise_together` for other errors.
 
     Collective: `group`; every rank must call.
     """
     result, error = None, None
     try:
         result = action()
-    except MoeFrameworkError as caught:
+    except Exception as caught:  # the others would wait for a rank that left
         error = caught
     raise_together(error, group)
     return result  # pyright: ignore[reportReturnType]  # set, since nothing was raised

@@ -108,7 +108,8 @@ def sequence_aux_loss(
     member_BT = (rows[:, None] == row_of_token_T[None, :]).to(probs_TE.dtype)
     counts_BE = member_BT @ chosen_TE.detach()
     if row_group is not None:
-        counts_BE = all_reduce_sum(counts_BE, row_group)
+        # A copy: selective checkpointing keeps the product itself, and would sum a kept sum again.
+        counts_BE = all_reduce_sum(counts_BE.clone(), row_group)
     share_BE = counts_BE / counts_BE.sum(1, keepdim=True).clamp_min(1)
     return num_experts * (share_BE * (member_BT @ probs_TE)).sum()
 

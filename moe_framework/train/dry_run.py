@@ -2,12 +2,16 @@
 
 from moe_framework.config.schema import Config
 
-# fp32 master weight, two fp32 moments and an fp32 gradient: what FSDP keeps of each parameter on its rank.
+# fp32 master weight, two fp32 moments and an fp32 gradient: what is kept of each parameter.
 BYTES_PER_PARAMETER = 16
+# Of an expert that one rank holds alone, the copy in the compute format from forward to backward: FSDP would free it.
+BYTES_OF_COPY = 2
 
 
 def state_bytes_per_rank(config: Config) -> int:
     """Return the bytes of weights, gradients and optimizer that each rank keeps; activations come on top.
+
+    In the 8-bit modes the experts' copies are quantized, of the same size with their transposes.
 
     Args:
         config: Validated; dp is resolved.
@@ -17,7 +21,10 @@ def state_bytes_per_rank(config: Config) -> int:
     dense, experts, _ = _parameters(config)
     # Every parameter is sharded over all ranks of a replica, whatever the degrees.
     ranks_of_replica = parallel.dp // parallel.dp_replicate * parallel.ep * parallel.tp
-    return BYTES_PER_PARAMETER * (dense + experts) // ranks_of_replica
+    sharing = parallel.dp // parallel.dp_replicate * (parallel.tp if parallel.expert_tp == 1 else 1)
+    is_copied = sharing == parallel.dp_replicate == 1 and config.precision.mode != "fp32"
+    copies = BYTES_OF_COPY * experts if is_copied else 0
+    return (BYTES_PER_PARAMETER * (dense + experts) + copies) // ranks_of_replica
 
 
 def describe_sizes(config: Config) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
+from moe_framework.checkpoint.chunks import stored_shape
 from moe_framework.checkpoint.convert.base import TensorSource
-from moe_framework.checkpoint.convert.dcp_source import sizes_of_state
+from moe_framework.checkpoint.convert.dcp_source import DcpSource, sizes_of_state
 from moe_framework.checkpoint.convert.formats import DCP, detect
 from moe_framework.checkpoint.convert.initial import check_shapes, check_sizes, fill_tensors, open_weights
 from moe_framework.checkpoint.folder import is_complete, newest_step
@@ -143,6 +145,7 @@ def _load_weights(training: Training, path: Path) -> None:
     if step_dir is not None:
         training.store.load(step_dir, tensors, allow_extra=lambda name: name.startswith("optimizer."))
     else:
+        together(lambda: _check_files(path))
         source = together(lambda: _open_weights(path, training, tensors))
         together(lambda: fill_tensors(source, _own_names(tensors)))
     logger.info("initial weights from %s", path)
@@ -156,12 +159,26 @@ def _step_in_model_dtypes(path: Path, training: Training, tensors: Mapping[str, 
     manifest = read_manifest(step_dir)
     for name, tensor in tensors.items():
         saved = manifest.tensors.get(name)
-        if saved is not None and saved.shape == tuple(tensor.shape) and saved.dtype != dtype_name(tensor.dtype):
+        if (
+            saved is not None
+            and saved.shape == tuple(stored_shape(name, tensor))
+            and saved.dtype != dtype_name(tensor.dtype)
+        ):
             return None
     # A run's own steps may go on with another rotation or top-k on purpose; a converted model's are its own.
     keys = None if "conversion" in manifest.state else _HEADS
     _check_sizes(sizes_of_state(manifest.state, str(step_dir)), training, keys, step_dir)
     return step_dir
+
+
+def _check_files(path: Path) -> None:
+    """Compare a step's files with their checksums, each rank its share of them; other formats have none."""
+    if detect(path) == DCP:
+        source = DcpSource(path if is_complete(path) else newest_step(path) or path)
+        try:
+            source.check_files(rank=dist.get_rank(), num_ranks=dist.get_world_size())
+        finally:
+            source.close()
 
 
 def _open_weights(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> TensorSource:

@@ -97,6 +97,35 @@ def test_every_layout_starts_with_the_folders_weights_and_reads_each_element_onc
     assert max(sum(one.elements_read.values()) for one in started) < total / 2
 
 
+@pytest.mark.parametrize("source", ["hf", "bf16 step"])
+@pytest.mark.parametrize("expert_tp", [1, 2])
+def test_tensor_parallel_layouts_start_with_the_folders_weights(
+    ranks: RankPool, hf, tmp_path: Path, expert_tp: int, source: str
+):
+    folder, model = hf
+    dtype = torch.float32 if source == "hf" else torch.bfloat16
+    if source != "hf":
+        run(folder, tmp_path / "dcp", "dcp", dtype=dtype)
+        folder = tmp_path / "dcp"
+    degrees = ("parallel.tp=2", f"parallel.expert_tp={expert_tp}")
+    (tmp_path / "run").mkdir()
+    started = ranks.run(start_counting, 4, start_arguments(tmp_path / "run", folder, 1, 2, *degrees))
+    for one in started:
+        for name, expected in our_parameters(model).items():
+            assert torch.equal(one.parameters[name].reshape(expected.shape), expected.to(dtype).float()), name
+
+
+def test_a_damaged_step_of_another_dtype_is_refused_by_every_rank(ranks: RankPool, hf, tmp_path: Path):
+    run(hf[0], tmp_path / "dcp", "dcp", dtype=torch.bfloat16)
+    file = max((tmp_path / "dcp").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    ended = ranks.run(jobs.command, 2, start_arguments(tmp_path, tmp_path / "dcp", 1, 2))
+    assert [one.code for one in ended] == [2, 2]
+    assert file.name in ended[0].text
+
+
 def test_bf16_weights_are_exact_in_the_masters(ranks: RankPool, hf, tmp_path: Path):
     run(hf[0], tmp_path / "dcp", "dcp", dtype=torch.bfloat16)
     run(tmp_path / "dcp", tmp_path / "hf", "hf")

@@ -19,12 +19,12 @@ def fail(names: tuple[str | None, ...]) -> str:
     return "went on"
 
 
-def fail_in_an_action(failed_rank: int) -> str:
-    """One rank's action fails with a user's mistake; the others' succeed."""
+def fail_in_an_action(failed_rank: int, name: str = "data") -> str:
+    """One rank's action fails; the others' succeed."""
 
     def action() -> str:
         if dist.get_rank() == failed_rank:
-            raise ERRORS["data"]
+            raise ERRORS[name]
         return "went on"
 
     return together(action)
@@ -79,3 +79,9 @@ def test_one_rank_raises_its_own(ranks: RankPool):
 def test_an_action_that_fails_on_one_rank_fails_on_every_rank(ranks: RankPool):
     assert ranks.run_expecting_error(fail_in_an_action, 2, 1) == [("DataError", str(ERRORS["data"]))] * 2
     assert ranks.run(fail_in_an_action, 2, 9) == ["went on"] * 2
+
+
+def test_a_bug_in_an_action_stops_every_rank(ranks: RankPool):
+    elsewhere = ("RankError", "rank 1 failed: ValueError: not a user's mistake")
+    errors = ranks.run_expecting_error(fail_in_an_action, 2, 1, "bug")
+    assert errors == [elsewhere, ("ValueError", "not a user's mistake")]

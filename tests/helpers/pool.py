@@ -27,6 +27,7 @@ from typing import Any
 
 from tests.helpers.rank_worker import Job, Outcome, serve
 
+MAX_THREADS = 400
 MAX_WORLD_SIZE = 8
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
@@ -129,7 +130,7 @@ class RankPool:
         return outcomes
 
     def _start(self, world_size: int) -> None:
-        if not all(worker.process.is_alive() for worker in self._workers):
+        if not all(worker.process.is_alive() for worker in self._workers) or self._has_many_threads():
             self._kill()
         self._folder.mkdir(parents=True, exist_ok=True)
         atexit.register(self.close)
@@ -148,6 +149,11 @@ class RankPool:
                 self._kill()
                 raise RanksFailedError(f"rank {index} did not start within {TIMEOUT_S:g} s")
             self._workers[index].connection.recv()
+
+    def _has_many_threads(self) -> bool:
+        """Whether torch keeps so many destroyed groups alive, each with its threads, that the ranks get slow."""
+        threads = (Path(f"/proc/{worker.process.pid}/task") for worker in self._workers)
+        return any(folder.is_dir() and len(list(folder.iterdir())) > MAX_THREADS for folder in threads)
 
     def _send_jobs(self, target: str, arguments: bytes, world_size: int, timeout_s: float) -> None:
         self._num_jobs += 1

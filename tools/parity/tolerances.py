@@ -23,6 +23,8 @@ FP32 = 1e-5
 SAFETY = 2.0
 # Bits of the significand, the hidden one included. What is coarser than bf16 is measured.
 SIGNIFICAND = {"fp32": 24, "bf16": 8}
+# Half of a tensor is no rounding of any format, whatever was measured.
+LARGEST = 0.5
 # A choice of experts is one number a token, not a mean over a tensor: of a hundred thousand choices the largest error
 # is about five times the root mean square.
 OUTLIER = 6.0
@@ -71,7 +73,9 @@ class Tolerances:
             "parameters": self.parameter(rms),
             "exp_avg_sq": self.square,
         }.get(kind, self.tensor)
-        return max(derived, SAFETY * self.measured.get(kind, {}).get(name, 0.0))
+        measured = self.measured.get(kind, {}).get(name, 0.0)
+        # A reference that is not finite, or nowhere near fp32, allows nothing.
+        return max(derived, min(SAFETY * measured, LARGEST) if math.isfinite(measured) else 0.0)
 
     def parameter(self, rms: float) -> float:
         """Return the tolerance of a parameter.

@@ -62,6 +62,8 @@ _REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "deepseek_v3": {"hidden_act": ("silu",), "attention_bias": (False,)},
 }
+# Whose absence means something else than ours: transformers' default is not to normalise the weights.
+_NEEDED = ("norm_topk_prob",)
 # May differ between a model and the config.json that it came with: a vocabulary is cropped, a head untied.
 _FREE = ("max_positions", "tie_embeddings", "vocab_size")
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -106,7 +108,7 @@ def sizes_of_hf(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     problems = [
         f"{where}: {key}={config[key]!r} is not what the model computes ({key}={allowed[0]!r})."
         for key, allowed in _REQUIRED[family].items()
-        if key in config and config[key] not in allowed
+        if (key in config or key in _NEEDED) and config.get(key) not in allowed
     ]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from moe_framework.checkpoint.chunks import local_chunks, stored_shape
 from moe_framework.checkpoint.convert.base import TensorInfo, TensorSource
 from moe_framework.checkpoint.convert.boxes import parts
 from moe_framework.checkpoint.convert.check import check_tensors
@@ -72,9 +71,9 @@ def check_shapes(source: TensorSource, tensors: Mapping[str, Tensor], where: str
     problems = [f"'{name}' is missing." for name in tensors if name not in found]
     problems += [f"'{name}' is not in the model." for name in found if name not in tensors]
     problems += [
-        f"'{name}' is {list(found[name].shape)}, in the model {list(tensor.shape)}."
+        f"'{name}' is {list(found[name].shape)}, in the model {list(stored_shape(name, tensor))}."
         for name, tensor in tensors.items()
-        if name in found and found[name].shape != tuple(tensor.shape)
+        if name in found and found[name].shape != tuple(stored_shape(name, tensor))
     ]
     if problems:
         lines = "\n".join(f"{where}: {problem}" for problem in problems)
@@ -85,7 +84,7 @@ def fill_tensors(source: TensorSource, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors in place, cast to their dtypes; nothing outside of this rank's shards is read.
 
     Args:
-        source: Of our tensors, with the shapes of `tensors`.
+        source: Of our tensors, with the shapes under which `tensors` are stored.
         tensors: DTensors of any layout, or plain tensors, by our names.
 
     Raises:
@@ -97,13 +96,9 @@ def fill_tensors(source: TensorSource, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _fill(source: TensorSource, name: str, tensor: Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    else:
-        local, shape, offset = tensor, tuple(tensor.shape), (0,) * tensor.dim()
-    if not local.numel():
-        return
-    for part in parts(TensorInfo(tuple(shape), tensor.dtype)):
-        region = tuple(slice(box.start + at, box.stop + at) for box, at in zip(part, offset, strict=True))
-        local[part].copy_(source.read(name, region))
+    for place, values in local_chunks(name, tensor):
+        if not values.numel():
+            continue
+        for part in parts(TensorInfo(tuple(place.sizes), tensor.dtype)):
+            region = tuple(slice(box.start + at, box.stop + at) for box, at in zip(part, place.offsets, strict=True))
+            values[part].copy_(source.read(name, region))

@@ -26,6 +26,8 @@ _ARGS = {
     "v_head_dim": ("v_head_dim",),
 }
 _REQUIRED = ("num_heads", "top_k", "max_positions", "rope_theta", "norm_eps")
+# What enters the computation of a model that is already initialised.
+_MATTERS = tuple(key for key in _ARGS if key not in ("max_positions", "init_std"))
 _REQUIRED_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # What our model computes, in Megatron's arguments.
 _MEANING = {
@@ -49,7 +51,7 @@ def our_sizes(
     Args:
         shapes: Shape of each tensor, by Megatron's names.
         args: The arguments in the checkpoint; empty if it has none.
-        given: Sizes that the caller knows, by our keys; they count more than the arguments.
+        given: Sizes that the caller knows, by our keys; they may not contradict the arguments.
         where: The checkpoint, for messages.
 
     Returns:
@@ -152,6 +154,13 @@ def _from_args(
         ours: next((args[name] for name in theirs if args.get(name) is not None), None)
         for ours, theirs in _ARGS.items()
     }
+    differs = [
+        f"{ours}={given[ours]} contradicts its arguments, which have {ours}={value}"
+        for ours, value in known.items()
+        if ours in _MATTERS and value is not None and given.get(ours, value) != value
+    ]
+    if differs:
+        raise CheckpointError(f"{where}: {', and '.join(differs)}. Set them to the checkpoint's.")
     known |= {ours: value for ours, value in given.items() if ours in _ARGS}
     absent = [f"{ours} (Megatron's {_ARGS[ours][0]})" for ours in required if known[ours] is None]
     if absent:

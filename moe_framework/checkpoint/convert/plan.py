@@ -146,6 +146,11 @@ def _check_request(request: Request, kind: str) -> None:
             "--optimizer: with --dtype or --vocab-size the weights would no longer be those that the moments belong "
             "to. Leave out one of them."
         )
+    if kind == DCP and request.vocab_size is not None:
+        raise CheckpointError(
+            f"--vocab-size={request.vocab_size}: only the padding of another format's vocabulary can be left out; a "
+            "step has the vocabulary that it was trained with. Leave --vocab-size out."
+        )
 
 
 def _cropped(sizes: dict[str, Any], found: dict[str, TensorInfo], keymap: KeyMap, vocab_size: int) -> dict[str, Any]:

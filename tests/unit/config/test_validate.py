@@ -107,6 +107,22 @@ RULES = [
         "strides of 16 bytes. Use 64 or 72, or experts.backend=loop.",
     ),
     (
+        "precision.attention=quantized precision.mode=bf16",
+        "precision.attention=quantized is not available in precision.mode=bf16. Use one of fp8_current, fp8_delayed, "
+        "fp8_block, mxfp8_emulated, or precision.attention=bf16.",
+    ),
+    (
+        "precision.attention=quantized precision.mode=mxfp8_emulated model.hidden_size=132 model.head_dim=32",
+        "model.hidden_size=132 must be a multiple of 32 for precision.attention=quantized in mxfp8_emulated. "
+        "Use 128 or 160, or precision.attention=bf16.",
+    ),
+    (
+        "precision.attention=quantized precision.mode=fp8_current data.seq_length=250 hardware.target=h200 "
+        "train.dry_run=true parallel.dp=1 train.micro_batch_size=2",
+        "train.micro_batch_size · data.seq_length=500 must be a multiple of 16 for precision.attention=quantized in "
+        "fp8_current. Use 496 or 512, or precision.attention=bf16.",
+    ),
+    (
         "parallel.tp=2 parallel.ep=1 precision.attention=quantized precision.mode=mxfp8_emulated",
         "precision.attention=quantized needs whole projections, so parallel.tp=1, not 2. Set precision.attention=bf16.",
     ),

@@ -1,5 +1,7 @@
 """Tolerances follow from the precision; none is wider than its derivation."""
 
+import math
+
 import pytest
 
 from tests.distributed.check_parity_jobs import tiny_config
@@ -43,3 +45,14 @@ def test_a_tensor_that_rounding_moves_more_may_differ_twice_as_much():
     assert found.of("scalars", "loss step 1") == pytest.approx(0.2)
     assert found.of("scalars", "loss step 2") == found.scalar
     assert found.of("routing", "gap") == found.routing
+
+
+@pytest.mark.parametrize("measured", [math.inf, math.nan])
+def test_a_reference_that_is_not_finite_allows_no_more_than_its_format(measured: float):
+    found = derive(tiny_config("precision.mode=bf16"), RATES, {"scalars": {"loss step 2": measured}})
+    assert found.of("scalars", "loss step 2") == found.scalar
+
+
+def test_no_measurement_allows_half_of_a_tensor():
+    found = derive(tiny_config("precision.mode=bf16"), RATES, {"function": {"gate": 1.4}})
+    assert found.of("function", "gate") == 0.5

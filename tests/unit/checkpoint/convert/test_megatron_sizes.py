@@ -38,6 +38,12 @@ def test_what_the_caller_knows_fills_in_for_missing_arguments():
     assert our_sizes(shapes_of(MIXTRAL), {}, given, "it") == MIXTRAL
 
 
+@pytest.mark.parametrize(("key", "value"), [("top_k", 1), ("rope_theta", 5.0), ("norm_eps", 0.5), ("num_heads", 2)])
+def test_what_the_caller_knows_may_not_contradict_the_arguments(key: str, value: float):
+    with pytest.raises(CheckpointError, match=f"{key}={value} contradicts its arguments, which have {key}="):
+        our_sizes(shapes_of(MIXTRAL), ARGS, {key: value}, "it")
+
+
 def test_what_is_missing_is_listed_with_megatrons_names():
     with pytest.raises(CheckpointError, match=r"num_heads \(Megatron's num_attention_heads\), .*norm_eps .*Give"):
         our_sizes(shapes_of(MIXTRAL), {}, {}, "it")
