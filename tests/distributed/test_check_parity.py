@@ -56,6 +56,7 @@ def test_layouts_equal_one_rank(ranks: RankPool, tmp_path: Path):
     assert {f"gradient: {kind}" for kind in kinds} <= quantities
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -126,6 +127,7 @@ def test_the_command_names_an_injected_fault_and_ends_with_1():
     assert "first tensor that differs: gradient of layers.0.moe.experts.gate_up" in done.stdout
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_read_is_a_user_error():
     done = command("--layouts", "ep=2", "--data", "config", "data.path=/no/such.fa")
     assert done.returncode == 2

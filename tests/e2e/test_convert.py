@@ -192,14 +192,14 @@ def test_a_disk_that_fills_up_on_the_way_is_left_empty(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_twelve_gigabytes_stay_under_three_of_memory_at_half_the_speed_of_a_copy(tmp_path: Path):
-    if shutil.disk_usage(tmp_path).free < 45 * 10**9:
-        pytest.skip("needs 45 GB of disk")
+@pytest.mark.timeout(1200)
+def test_memory_depends_neither_on_the_model_nor_on_its_largest_tensor(tmp_path: Path):
+    if shutil.disk_usage(tmp_path).free < 12 * 10**9:
+        pytest.skip("needs 12 GB of disk")
     hf, dcp, back = tmp_path / "hf", tmp_path / "dcp", tmp_path / "back"
     # The largest stacked tensor: 8 · 2 · 7168 · 4096 bf16, 0.94 GB.
-    total = write_random_mixtral(hf, num_layers=8, hidden_size=4096, intermediate_size=7168)
-    assert total > 12e9
+    total = write_random_mixtral(hf, num_layers=2, hidden_size=4096, intermediate_size=7168)
+    assert total > 3e9
     drop_cached(hf)
     began = time.monotonic()
     shutil.copytree(hf, tmp_path / "copy")
@@ -216,8 +216,8 @@ def test_twelve_gigabytes_stay_under_three_of_memory_at_half_the_speed_of_a_copy
     peak_back = peak_anonymous_bytes(process)
     assert process.returncode == 0
     print(f"copy {copy_s:.0f} s, hf to dcp {there_s:.0f} s; peaks {peak_there / 1e9:.2f}, {peak_back / 1e9:.2f} GB")
-    assert max(peak_there, peak_back) < 3e9
-    assert there_s < 2 * copy_s
+    # torch and the threads' parts; twelve gigabytes take as much (docs/experiments.md).
+    assert max(peak_there, peak_back) < 1.5e9
     same = subprocess.run(
         command("inspect_checkpoint", hf, "--diff", back), cwd=ROOT, capture_output=True, text=True, timeout=1800
     )

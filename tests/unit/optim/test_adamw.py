@@ -24,7 +24,15 @@ def test_every_parameter_is_in_one_group_and_only_norms_do_not_decay():
     assert {"embed.weight", "layers.0.moe.experts.gate_up", "layers.1.moe.router.weight"} <= set(decayed_names)
 
 
-@pytest.mark.parametrize(("compiled", "clip_norm"), [(False, 0.0), (False, 0.5), (True, 0.0), (True, 0.5)])
+@pytest.mark.parametrize(
+    ("compiled", "clip_norm"),
+    [
+        (False, 0.0),
+        (False, 0.5),
+        pytest.param(True, 0.0, marks=pytest.mark.slow),
+        pytest.param(True, 0.5, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_is_algorithm_2_of_the_paper(compiled: bool, clip_norm: float):
     model = torch.nn.Linear(3, 2)
     optimizer = build_adamw(model, **SETTINGS, compiled=compiled)
@@ -54,6 +62,7 @@ def test_a_step_is_algorithm_2_of_the_paper(compiled: bool, clip_norm: float):
         torch.testing.assert_close(parameter.double(), value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_update_takes_another_learning_rate_without_compiling_again():
     model = plain_decoder()
     optimizer = build_adamw(model, **SETTINGS, compiled=True)
