@@ -44,7 +44,7 @@ class Findings:
         routing: Choices that would have differed.
         unequal_replicas: Names, with their kind, of which ranks hold different copies.
         num_copies: Copies that were compared.
-        gate: The experts' function on one rank.
+        gate: The experts' function, on the rank where it is farthest off.
     """
 
     figures: list[Figures]
@@ -146,7 +146,7 @@ def _compare(case: Case, options: Options, device: torch.device, folder: Path, s
         routing=routing,
         unequal_replicas=unequal,
         num_copies=num_copies,
-        gate=gate,
+        gate=max(_of_all_ranks(gate), key=lambda of_rank: of_rank.stored),
     )
 
 

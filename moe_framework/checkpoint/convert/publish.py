@@ -38,8 +38,9 @@ def publishing(target: Path) -> Iterator[Path]:
     descriptor = os.open(partial, os.O_RDONLY)
     try:
         _lock(descriptor, partial)
-        _empty(partial)
         try:
+            check_free(target)  # another process may have finished it in the meantime
+            _empty(partial)
             yield partial
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -91,10 +92,12 @@ def _lock(descriptor: int, partial: Path) -> None:
     try:
         # Released by the kernel however the process ends.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise CheckpointError(
-            f"{partial}: another conversion is writing it. Wait for it, or give another name."
-        ) from error
+        # One that failed has removed the folder that was opened, and one that is newer may have made another.
+        is_there = partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat())
+    except OSError:
+        is_there = False
+    if not is_there:
+        raise CheckpointError(f"{partial}: another conversion is writing it. Wait for it, or give another name.")
 
 
 def _empty(folder: Path) -> None:

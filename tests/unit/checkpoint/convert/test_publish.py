@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_framework.checkpoint.convert import publish
 from moe_framework.checkpoint.convert.publish import check_space, publishing
 from moe_framework.errors import CheckpointError
 
@@ -74,3 +75,26 @@ def test_what_a_killed_process_left_counts_as_free(tmp_path: Path, monkeypatch):
     (tmp_path / "target.partial").mkdir()
     (tmp_path / "target.partial" / "old").write_bytes(os.urandom(2**20))
     check_space(tmp_path / "target", 2**20)
+
+
+def test_the_folder_of_a_writer_that_failed_cannot_be_taken_over(tmp_path: Path, monkeypatch):
+    # Between opening the folder and locking it, its writer fails and removes it, and a third process makes a new one.
+    partial = tmp_path / "target.partial"
+
+    def replaced(descriptor: int, operation: int) -> None:
+        partial.rmdir()
+        partial.mkdir()
+        (partial / "theirs").touch()
+
+    monkeypatch.setattr(publish.fcntl, "flock", replaced)
+    with pytest.raises(CheckpointError, match="another conversion is writing it"), publishing(tmp_path / "target"):
+        pass
+    assert (partial / "theirs").exists()
+
+
+def test_a_target_that_appears_while_waiting_is_kept(tmp_path: Path, monkeypatch):
+    target = tmp_path / "target"
+    monkeypatch.setattr(publish.fcntl, "flock", lambda *_: target.mkdir())
+    with pytest.raises(CheckpointError, match="exists"), publishing(target):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
