@@ -200,10 +200,10 @@ def diverge(arguments: list[str], *, bad_steps: list[int], on_rank: int) -> Seen
     rank, current = dist.get_rank(), 0
     real_counts = loop.agree_on_counts
 
-    def agree_on_counts(*args: Any) -> step.StepCounts:
+    def agree_on_counts(*args: Any, **options: Any) -> step.StepCounts:
         nonlocal current
         current += 1
-        return real_counts(*args)
+        return real_counts(*args, **options)
 
     def forward(*args: Any) -> Any:
         output = real(*args)

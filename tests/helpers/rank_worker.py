@@ -159,7 +159,7 @@ def _forget_meshes() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()  # pyright: ignore[reportAttributeAccessIssue]
     clear_redistribute_planner_cache()
     for cache in gc.get_objects():
-        if isinstance(cache, _LRU_CACHE) and cache.__module__.startswith("torch.distributed"):
+        if type(cache) is _LRU_CACHE and cache.__module__.startswith("torch.distributed"):
             cache.cache_clear()
 
 

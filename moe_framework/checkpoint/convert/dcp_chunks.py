@@ -135,17 +135,26 @@ class _HashedFile:
         self.size = 0
         self._stream = path.open("wb", buffering=0)
         self._digest = hashlib.sha256()
+        self._error: OSError | None = None
 
     def save(self, tensor: Tensor) -> None:
-        # torch.save needs no more of a file than `write` and `flush`.
-        torch.save(tensor, cast(IO[bytes], self))
+        try:
+            # torch.save needs no more of a file than `write` and `flush`.
+            torch.save(tensor, cast(IO[bytes], self))
+        except RuntimeError as error:
+            # When `write` fails, torch still ends its archive, and raises what that finds instead.
+            raise self._error or error from None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._digest.update(view)
         done = 0
-        while done < len(view):
-            done += self._stream.write(view[done:])
+        try:
+            while done < len(view):
+                done += self._stream.write(view[done:])
+        except OSError as error:
+            self._error = error
+            raise
         self.size += len(view)
         return len(view)
 
