@@ -119,6 +119,7 @@ def test_the_command_writes_its_verdicts_and_ends_with_0(tmp_path: Path):
     assert found["layouts"][0]["choices"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_names_an_injected_fault_and_ends_with_1():
     done = command("--layouts", "ep=2", "--inject", "expert_divisor")
     assert done.returncode == 1, done.stderr

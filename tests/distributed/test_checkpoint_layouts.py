@@ -18,11 +18,11 @@ SOURCE = Layout(2, 2)
 OTHERS = [
     Layout(1, 2, tp=2),
     Layout(1, 1, tp=4),
-    Layout(4, 1),
     Layout(2, 1, tp=2, expert_tp=2, backend="loop"),
-    Layout(2, 1, tp=2, dp_replicate=2),
 ]
 MORE = [
+    Layout(4, 1),
+    Layout(2, 1, tp=2, dp_replicate=2),
     Layout(1, 2, tp=2, expert_tp=2, backend="loop"),
     Layout(1, 1, tp=4, expert_tp=4, backend="loop"),
     Layout(2, 2, dp_replicate=2),

@@ -52,7 +52,11 @@ EIGHT_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("layout", SHORT_LIST, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*SHORT_LIST[::2], *(pytest.param(layout, marks=pytest.mark.slow) for layout in SHORT_LIST[1::2])],
+    ids=str,
+)
 def test_layout_equals_one_process(ranks: RankPool, layout: Layout):
     spec, expected = reference_of()
     traces = ranks.run(train, layout.world_size, spec, layout)

@@ -65,6 +65,7 @@ def test_the_documented_commands_convert_verify_and_inspect(hf: Path, tmp_path: 
     assert "shape: [48, 64]" in one.stdout
 
 
+@pytest.mark.slow
 def test_verify_only_finds_a_flipped_byte_later(hf: Path, tmp_path: Path):
     dcp, back = tmp_path / "dcp", tmp_path / "back"
     assert run("convert_checkpoint", "--to", "dcp", hf, dcp).returncode == 0

@@ -92,7 +92,7 @@ def test_a_configuration_for_eight_gpus_fits_eight_gpus():
     [
         (replace(EIGHT, gpus=(H200,) * 2), "this host shows 2 CUDA devices for 8 ranks"),
         (replace(EIGHT, gpus=(replace(H200, capability=(8, 0)),) * 8), "precision.mode=auto8 needs compute capability"),
-        (replace(EIGHT, gpus=(replace(H200, memory_bytes=80 * GIB),) * 8), "keeps 87.0 GiB of weights"),
+        (replace(EIGHT, gpus=(replace(H200, memory_bytes=80 * GIB),) * 8), "keeps 97.5 GiB of weights"),
         (replace(EIGHT, host_compiler=None), "no C compiler (cc, gcc or clang)"),
         (replace(EIGHT, python_headers=False), "Python.h, which is missing"),
         (HOST, "needs a GPU for each of the 8 ranks, and this host has 0 GPUs"),
