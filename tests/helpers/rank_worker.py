@@ -5,7 +5,6 @@ No module-level import of torch: the environment must be set before torch is imp
 
 import contextlib
 import faulthandler
-import functools
 import gc
 import importlib
 import os
@@ -23,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 SEED = 1234
-_LRU_CACHE = type(functools.lru_cache(len))
 
 
 @dataclass(frozen=True)
@@ -145,22 +143,17 @@ def _reset_torch() -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear the caches of torch.distributed: they keep meshes of earlier jobs, whose groups are destroyed.
-
-    An equal mesh would be found in them, and each kept group keeps its threads. The caches are in closures and, for
-    the backward pass, in other threads, where only the collector finds them.
-    """
+    """Clear DTensor's caches, which return meshes of earlier jobs: equal ones, whose groups are destroyed."""
     import torch
 
     if "torch.distributed.tensor" not in sys.modules:
         return
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()  # pyright: ignore[reportAttributeAccessIssue]
     clear_redistribute_planner_cache()
-    for cache in gc.get_objects():
-        if type(cache) is _LRU_CACHE and cache.__module__.startswith("torch.distributed"):
-            cache.cache_clear()
 
 
 def _run(job: Job) -> Outcome:
