@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USER_ERROR_EXIT_CODE = 2
-
 
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark.
@@ -26,14 +24,13 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: The command line cannot be parsed, or asks for help.
     """
     from moe_framework.errors import MoeFrameworkError
+    from tools.command_line import show_error
 
     arguments = parse(argv)
     try:
         return arguments.run(arguments)
     except MoeFrameworkError as error:
-        for line in str(error).splitlines():
-            print(f"{type(error).__name__}: {line}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+        return show_error(error)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

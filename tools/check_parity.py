@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
 DIFFERS_EXIT_CODE = 1
-USER_ERROR_EXIT_CODE = 2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: The command line cannot be parsed, or asks for help.
     """
-    from moe_framework.errors import ConfigError, MoeFrameworkError
+    from moe_framework.errors import MoeFrameworkError
+    from tools.command_line import show_error
 
     # Said whenever torch is imported, about a package that nvidia-resiliency-ext 0.4 brings. The ranks get the options.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
@@ -46,10 +46,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json is not None:
             report.write_json(found, arguments.json)
     except MoeFrameworkError as error:
-        lines = error.violations if isinstance(error, ConfigError) else [str(error)]
-        for line in lines:
-            print(f"{type(error).__name__}: {line}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+        return show_error(error)
     return 0 if found.ok else DIFFERS_EXIT_CODE
 
 
@@ -60,6 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         SystemExit: It cannot be parsed, or asks for help.
     """
     from moe_framework.precision.modes import MODES
+    from tools.command_line import positive
     from tools.parity.known_faults import KNOWN_FAULTS
     from tools.parity.plan import CONFIGURED, RANDOM
 
@@ -72,9 +70,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="LAYOUTS",
         help="degrees to check, such as 'dp=1,ep=2,tp=1;dp=2,ep=2,tp=2,dp_replicate=2,expert_tp=2'",
     )
-    parser.add_argument("--steps", type=_positive, default=3, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=3, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--precision", choices=tuple(MODES), help="precision.mode (default: the configuration's)")
-    parser.add_argument("--layers", type=_positive, help="blocks, for a model too large for one rank")
+    parser.add_argument("--layers", type=positive, help="blocks, for a model too large for one rank")
     parser.add_argument(
         "--accumulation",
         type=_positives,
@@ -119,14 +117,10 @@ def planned(arguments: argparse.Namespace) -> "Plan":
     return make_plan(config, layouts, options)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 1")
-    return int(text)
-
-
 def _positives(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_positive(part.strip()) for part in text.split(",")))
+    from tools.command_line import positive
+
+    return tuple(dict.fromkeys(positive(part.strip()) for part in text.split(",")))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moe_framework.checkpoint.convert.plan import Plan, Request
 
-USER_ERROR_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 _FORMATS = ("hf", "dcp", "megatron")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -33,14 +32,13 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: The command line cannot be parsed, or asks for help.
     """
     from moe_framework.errors import MoeFrameworkError
+    from tools.command_line import show_error
 
     arguments = build_parser().parse_args(argv)
     try:
         run(arguments)
     except MoeFrameworkError as error:
-        for line in str(error).splitlines():
-            print(f"{type(error).__name__}: {line}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+        return show_error(error)
     except KeyboardInterrupt:
         print("Interrupted: nothing was left behind.", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
@@ -49,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    from tools.conversion.arguments import positive
+    from tools.command_line import positive
 
     parser = argparse.ArgumentParser(
         prog="convert_checkpoint.py", description="Convert a checkpoint. DST appears only when it is complete."

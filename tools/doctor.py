@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
 VIOLATIONS_EXIT_CODE = 1
-USER_ERROR_EXIT_CODE = 2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: The command line cannot be parsed, or asks for help.
     """
-    from moe_framework.errors import ConfigError, MoeFrameworkError
+    from moe_framework.errors import MoeFrameworkError
+    from tools.command_line import show_error
 
     # Said whenever torch is imported, about a package that nvidia-resiliency-ext 0.4 brings.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
@@ -46,10 +46,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json is not None:
             report.write_json(found, arguments.json)
     except MoeFrameworkError as error:
-        lines = error.violations if isinstance(error, ConfigError) else [str(error)]
-        for line in lines:
-            print(f"{type(error).__name__}: {line}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+        return show_error(error)
     return VIOLATIONS_EXIT_CODE if found.configuration and found.configuration.violations else 0
 
 
@@ -59,10 +56,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: It cannot be parsed, or asks for help.
     """
+    from tools.command_line import positive
+
     parser = argparse.ArgumentParser(prog="doctor.py", description="Say what this machine can train with.")
     parser.add_argument("-cn", "--config-name", metavar="NAME", help="check this configuration too")
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help="a folder of your own beside configs/")
-    parser.add_argument("--ranks", type=_positive, help="ranks on this host (default: what the configuration needs)")
+    parser.add_argument("--ranks", type=positive, help="ranks on this host (default: what the configuration needs)")
     parser.add_argument("--measure", action="store_true", help="time the expert backends, as training does")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="beats the configuration")
@@ -126,12 +125,6 @@ def _load(arguments: argparse.Namespace) -> "Config | None":
     if arguments.config_name is None:
         return None
     return load_config(arguments.config_name, arguments.overrides, CONFIG_DIR, arguments.config_dir)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

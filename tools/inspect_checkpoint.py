@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-USER_ERROR_EXIT_CODE = 2
 DIFFERENT_EXIT_CODE = 1
 
 
@@ -27,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: The command line cannot be parsed, or asks for help.
     """
     from moe_framework.errors import MoeFrameworkError
+    from tools.command_line import show_error
 
     arguments = build_parser().parse_args(argv)
     try:
@@ -34,15 +34,13 @@ def main(argv: Sequence[str]) -> int:
             return show_differences(arguments)
         show(arguments)
     except MoeFrameworkError as error:
-        for line in str(error).splitlines():
-            print(f"{type(error).__name__}: {line}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+        return show_error(error)
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    from tools.conversion.arguments import positive
+    from tools.command_line import positive
 
     parser = argparse.ArgumentParser(prog="inspect_checkpoint.py", description="Show what a checkpoint holds.")
     parser.add_argument("path", type=Path, metavar="PATH", help="folder of a checkpoint: hf, dcp or megatron")

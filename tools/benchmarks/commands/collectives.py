@@ -2,7 +2,8 @@
 
 import argparse
 
-from tools.benchmarks.commands.common import Subcommands, add_common, add_markdown, positive, write_outputs
+from tools.benchmarks.commands.common import Subcommands, add_common, add_markdown, write_outputs
+from tools.command_line import positive
 
 
 def add(commands: Subcommands) -> None:

@@ -1,21 +1,12 @@
-"""What the subcommands share: argument types, common options, and writing what was found. Free of torch."""
+"""What the subcommands share: common options, and writing what was found. Free of torch."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from tools.command_line import positive
+
 Subcommands = argparse._SubParsersAction
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least 1.
-
-    Raises:
-        ArgumentTypeError: It is none.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 1")
-    return int(text)
 
 
 def add_common(command: argparse.ArgumentParser, *, repetitions: int = 20) -> None:

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from tools.benchmarks.commands.common import Subcommands, add_common, add_markdown, positive, write_outputs
+from tools.benchmarks.commands.common import Subcommands, add_common, add_markdown, write_outputs
+from tools.command_line import positive
 
 PEERS = ("hf_eager", "hf_grouped_mm", "megatron_bf16", "megatron_fp8")
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
