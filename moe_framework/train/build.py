@@ -102,17 +102,8 @@ def build_training(config: Config, runtime: Runtime) -> Training:
 
     Collective: the world; every rank must call.
     """
-    parallel, optim = config.parallel, config.optim
-    assert isinstance(parallel.dp, int), "validate() resolves dp"
     data = _load_data(config)
-    mesh = build_mesh(
-        runtime.device.type,
-        dp=parallel.dp,
-        ep=parallel.ep,
-        tp=parallel.tp,
-        dp_replicate=parallel.dp_replicate,
-        expert_tp=parallel.expert_tp,
-    )
+    mesh = mesh_of(config, runtime.device.type)
     store = CheckpointStore(
         checkpoint_dir(config),
         keep=config.checkpoint.keep,
@@ -121,7 +112,46 @@ def build_training(config: Config, runtime: Runtime) -> Training:
     )
     choice = choose_backend(config, runtime.device, preferred=_saved_backend(config, store))
     model = build_model(config, mesh, runtime.device, choice)
-    optimizer = build_adamw(
+    optimizer = optimizer_of(config, model)
+    return Training(config, runtime, mesh, model, optimizer, data, store, choice.name)
+
+
+def mesh_of(config: Config, device_type: str) -> ParallelMesh:
+    """Build the mesh of a configuration.
+
+    Args:
+        config: Validated.
+        device_type: `cpu` or `cuda`.
+
+    Returns:
+        The mesh.
+
+    Collective: the world; every rank must call.
+    """
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int), "validate() resolves dp"
+    return build_mesh(
+        device_type,
+        dp=parallel.dp,
+        ep=parallel.ep,
+        tp=parallel.tp,
+        dp_replicate=parallel.dp_replicate,
+        expert_tp=parallel.expert_tp,
+    )
+
+
+def optimizer_of(config: Config, model: Decoder) -> AdamW:
+    """Make the optimizer of a configuration.
+
+    Args:
+        config: Validated.
+        model: From `build_model`.
+
+    Returns:
+        The optimizer.
+    """
+    optim = config.optim
+    return build_adamw(
         model,
         lr=optim.lr,
         weight_decay=optim.weight_decay,
@@ -130,7 +160,6 @@ def build_training(config: Config, runtime: Runtime) -> Training:
         eps=optim.eps,
         compiled=config.train.compile,
     )
-    return Training(config, runtime, mesh, model, optimizer, data, store, choice.name)
 
 
 def _saved_backend(config: Config, store: CheckpointStore) -> str | None:

@@ -3,13 +3,16 @@
 import math
 import statistics
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moe_framework.distributed.mesh import ParallelMesh
 from tests.helpers.pool import RankPool
-from tools.benchmarks.train_step import measure, options
+from tools.benchmarks.train_step import measure, options, session
 from tools.benchmarks.train_step.contender import Contender, Facts
 from tools.benchmarks.train_step.session import Report, measure_contenders
 
@@ -87,6 +90,22 @@ def test_two_ranks_agree_on_every_row(ranks: RankPool):
     assert len({row.num_parameters for row in first.rows}) == 1
     parts = {part.name: part for part in first.rows[-1].breakdown.parts}
     assert {"experts", "attention", "token exchange", "optimizer", "head and loss"} <= set(parts)
+
+
+def mesh_of_ours() -> list[tuple[int, ...]]:
+    meshes: list[ParallelMesh] = []
+
+    def record(_config: Any, mesh: ParallelMesh, *_: Any, **_options: Any) -> Contender:
+        meshes.append(mesh)
+        raise RuntimeError("seen")
+
+    with mock.patch.object(session, "build_ours", record):
+        train("parallel.ep=1", "parallel.tp=2", "parallel.expert_tp=2", peers=(), ours=("fp32",), breakdown=False)
+    return [(mesh.tp.size(), mesh.expert_tp, mesh.expert.size()) for mesh in meshes]
+
+
+def test_our_mesh_has_every_degree_of_the_configuration(ranks: RankPool):
+    assert ranks.run(mesh_of_ours, 2) == [[(2, 2, 1)]] * 2
 
 
 def fail_on_rank_1() -> list[str | None]:

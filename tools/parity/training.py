@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_framework.config.schema import Config
-from moe_framework.distributed.mesh import ParallelMesh, build_mesh
+from moe_framework.distributed.mesh import ParallelMesh
 from moe_framework.model.decoder import Decoder
 from moe_framework.moe.experts.choose import Choice
-from moe_framework.optim.adamw import AdamW, build_adamw
+from moe_framework.optim.adamw import AdamW
 from moe_framework.optim.schedule import learning_rate
 from moe_framework.train import step as stepping
+from moe_framework.train.build import mesh_of, optimizer_of
 from moe_framework.train.model import build_model, choose_backend
 from moe_framework.train.step import Objective, StepCounts, StepResult
 from tools.parity.inputs import make_loader, over_whole_vocabulary, row_digests
@@ -73,28 +74,10 @@ def build(config: Config, device: torch.device, experts_backend: str | None = No
 
     Collective: the world; every rank must call.
     """
-    parallel, optim = config.parallel, config.optim
-    assert isinstance(parallel.dp, int), "validate() resolves dp"
-    mesh = build_mesh(
-        device.type,
-        dp=parallel.dp,
-        ep=parallel.ep,
-        tp=parallel.tp,
-        dp_replicate=parallel.dp_replicate,
-        expert_tp=parallel.expert_tp,
-    )
+    mesh = mesh_of(config, device.type)
     choice = choose_backend(config, device, preferred=experts_backend)
     model = build_model(config, mesh, device, choice)
-    optimizer = build_adamw(
-        model,
-        lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        eps=optim.eps,
-        compiled=config.train.compile,
-    )
-    return Run(config, mesh, device, model, optimizer, choice)
+    return Run(config, mesh, device, model, optimizer_of(config, model), choice)
 
 
 def train(

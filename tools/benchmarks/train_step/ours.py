@@ -7,8 +7,8 @@ from moe_framework.config.schema import Config
 from moe_framework.data.loader import Batch
 from moe_framework.distributed.mesh import ParallelMesh
 from moe_framework.model.init import local
-from moe_framework.optim.adamw import build_adamw
 from moe_framework.precision.policy import precision_policy
+from moe_framework.train.build import optimizer_of
 from moe_framework.train.model import build_model, choose_backend
 from moe_framework.train.step import Objective, agree_on_counts, train_step
 from tools.benchmarks.train_step.contender import Contender, Facts, random_tokens
@@ -34,16 +34,7 @@ def build_ours(config: Config, mesh: ParallelMesh, device: torch.device, *, seed
     """
     choice = choose_backend(config, device)
     model = build_model(config, mesh, device, choice, draw=draw_on_device)
-    optim = config.optim
-    optimizer = build_adamw(
-        model,
-        lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        eps=optim.eps,
-        compiled=config.train.compile,
-    )
+    optimizer, optim = optimizer_of(config, model), config.optim
     batch = synthetic_batch(config, device, seed=seed, data_rank=mesh.data_rank)
     objective = Objective(config.moe.aux_loss_coeff, config.moe.z_loss_coeff)
 

@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from moe_framework.distributed.mesh import ParallelMesh, build_mesh
+from moe_framework.distributed.mesh import ParallelMesh
 from moe_framework.distributed.runtime import resolve_device
 from moe_framework.observe.throughput import flops_per_token
+from moe_framework.train.build import mesh_of
 from tools.benchmarks.breakdown.measure import Breakdown, measure_breakdown
 from tools.benchmarks.ceilings import Ceilings, measure_ceilings
 from tools.benchmarks.machine import Machine, describe
@@ -89,9 +90,7 @@ def measure_contenders(group: dist.ProcessGroup, device: torch.device, options: 
     Collective: `group`; every rank must call.
     """
     config, sizes, num_ranks = options.config, options.config.model, group.size()
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int), "validate() resolves dp"
-    mesh = build_mesh(device.type, dp=parallel.dp, ep=parallel.ep, tp=parallel.tp, dp_replicate=parallel.dp_replicate)
+    mesh = mesh_of(config, device.type)
     length = config.data.seq_length
     report = Report(
         options=options,
