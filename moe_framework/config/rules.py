@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from moe_framework.config.schema import AUTO, Config
 from moe_framework.errors import ConfigError
-from moe_framework.precision.modes import AUTO8, MODES, TARGETS, Capability, resolve_mode
+from moe_framework.precision.modes import AUTO8, EMULATED, MODES, TARGETS, Capability, resolve_mode
 
 # moe_framework.data.tokenizer.NucleotideTokenizer.vocab_size; data and config are siblings that do not import
 # each other, so a unit test compares the two.
@@ -177,11 +177,11 @@ def _attention_violations(config: Config) -> Iterator[str]:
             f"Use one of {able}, or precision.attention=bf16."
         )
         return
-    multiple = 32 if mode == "mxfp8_emulated" else 16
+    multiple = 32 if mode == EMULATED else 16
     sizes = config.model
     heads = {"num_heads": sizes.num_heads, "num_kv_heads": sizes.num_kv_heads}
     widths = {f"model.{name} · head_dim": count * sizes.resolved_head_dim for name, count in heads.items()}
-    if mode != "mxfp8_emulated":
+    if mode != EMULATED:
         # The product for the weights' gradient sums over them; the emulation pads.
         widths["train.micro_batch_size · data.seq_length"] = config.train.micro_batch_size * config.data.seq_length
     for name, width in {"model.hidden_size": sizes.hidden_size, **widths}.items():

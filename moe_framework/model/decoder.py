@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_framework.distributed.shards import local_part
 from moe_framework.model.attention import Attention, attention_context
 from moe_framework.model.block import Block
-from moe_framework.model.linear import Linear, local_weight
+from moe_framework.model.linear import Linear
 from moe_framework.model.sequence import WholeSequence
 from moe_framework.model.vocabulary import Embedding
 from moe_framework.moe.layer import MoELayer
@@ -144,7 +145,7 @@ class Decoder(nn.Module):
         )
 
     def _head(self, x_BSD: Tensor) -> Tensor:
-        return F.linear(x_BSD, local_weight(self.embed.weight)) if self.lm_head is None else self.lm_head(x_BSD)
+        return F.linear(x_BSD, local_part(self.embed.weight)) if self.lm_head is None else self.lm_head(x_BSD)
 
 
 def cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

@@ -2,12 +2,8 @@
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-
-def local_weight(weight: Tensor) -> Tensor:
-    """This rank's part of a weight; gradients flow back into the DTensor."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+from moe_framework.distributed.shards import local_part
 
 
 class Linear(nn.Linear):
@@ -23,5 +19,5 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply [..., in] to [..., out], or to the rank's channels or term of it."""
-        weight = local_weight(self.weight)
+        weight = local_part(self.weight)
         return F.linear(input, weight if self.rows is None else weight[self.rows], self.bias)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_framework.distributed.collectives import all_reduce
-from moe_framework.model.linear import local_weight
+from moe_framework.distributed.shards import local_part
 
 
 class Embedding(nn.Embedding):
@@ -34,7 +34,7 @@ class Embedding(nn.Embedding):
         """
         if self.first_row is None:
             return super().forward(input)
-        weight = local_weight(self.weight)
+        weight = local_part(self.weight)
         # A row of zeros that gets no gradient stands for all rows of other ranks.
         absent = weight.shape[0]
         index = input - self.first_row

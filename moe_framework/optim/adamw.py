@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from moe_framework.distributed.shards import local_part
 
 
 class AdamW(torch.optim.AdamW):
@@ -65,7 +66,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).view(-1)
+    return local_part(tensor).detach().view(-1)
 
 
 def _update(param, grad, first, second, step, lr, excess, beta1, beta2, weight_decay, eps) -> None:

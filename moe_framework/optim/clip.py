@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_framework.distributed.collectives import all_reduce_sum
+from moe_framework.distributed.shards import local_part
 
 
 @torch.no_grad()
@@ -31,7 +32,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
         if gradient is None:
             gradient = torch.zeros_like(parameter)
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
-        local_gradients[key].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        local_gradients[key].append(local_part(gradient))
     squares = [_sum_of_squares(key, gradients) for key, gradients in local_gradients.items()]
     return torch.stack(squares).sum().sqrt()
 

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_framework.errors import DependencyError
-
-# What quantizes a linear layer in each mode that can: FP8 with one scale per tensor, or MXFP8's rounding.
-FP8_MODES = ("fp8_current", "fp8_delayed", "fp8_block")
-EMULATED_MODE = "mxfp8_emulated"
+from moe_framework.precision.modes import EMULATED
 
 
 def quantize_linears(parent: nn.Module, mode: str) -> None:
@@ -18,15 +15,15 @@ def quantize_linears(parent: nn.Module, mode: str) -> None:
 
     Args:
         parent: Its linear layers have no bias; may be on the meta device.
-        mode: One of `FP8_MODES`: FP8 with a scale per tensor, taken from the tensor itself whatever the experts do;
-            or `mxfp8_emulated`.
+        mode: One whose `Mode.attention` is set: `mxfp8_emulated`, or FP8 with a scale per tensor, taken from the
+            tensor itself whatever the experts do.
 
     Raises:
         DependencyError: torchao cannot be imported.
     """
     for name, linear in list(parent.named_children()):
         if isinstance(linear, nn.Linear):
-            setattr(parent, name, _fp8_linear(linear) if mode in FP8_MODES else EmulatedMxfp8Linear(linear))
+            setattr(parent, name, EmulatedMxfp8Linear(linear) if mode == EMULATED else _fp8_linear(linear))
 
 
 def _fp8_linear(linear: nn.Linear) -> nn.Linear:

@@ -35,6 +35,9 @@ class Mode:
     attention: bool = False
 
 
+AUTO8 = "auto8"
+EMULATED = "mxfp8_emulated"
+
 MODES = {
     "fp32": Mode("fp32"),
     "bf16": Mode("bf16"),
@@ -43,9 +46,8 @@ MODES = {
     "fp8_block": Mode("bf16", (9, 0), (10, 0), "FP8 with a scale per block of 128", True),
     "mxfp8": Mode("bf16", (10, 0), None, "FP8 with a power-of-two scale per 32 elements"),
     "nvfp4": Mode("bf16", (10, 0), None, "4-bit floats with a scale per 16 elements"),
-    "mxfp8_emulated": Mode("bf16", None, None, "MXFP8's rounding, with the products in bf16", True),
+    EMULATED: Mode("bf16", None, None, "MXFP8's rounding, with the products in bf16", True),
 }
-AUTO8 = "auto8"
 
 
 def resolve_mode(mode: str, capability: Capability | None, where: str) -> str:

@@ -17,13 +17,13 @@ from moe_framework.moe.dispatch.all_to_all import AllToAllDispatcher
 from moe_framework.moe.dispatch.base import TokenDispatcher
 from moe_framework.moe.dispatch.local import LocalDispatcher
 from moe_framework.moe.dispatch.width import WidthDispatcher
-from moe_framework.moe.experts.choose import EMULATED, Choice, ExpertShape, choose_experts, make_backend
+from moe_framework.moe.experts.choose import Choice, ExpertShape, choose_experts, make_backend
 from moe_framework.moe.experts.layer import GroupedExperts
 from moe_framework.moe.layer import MoELayer
 from moe_framework.moe.router import TopKRouter
 from moe_framework.parallel.apply import apply_parallel
 from moe_framework.precision.linear import quantize_linears
-from moe_framework.precision.modes import MODES
+from moe_framework.precision.modes import EMULATED, MODES
 from moe_framework.precision.policy import DTYPES, PrecisionPolicy, precision_policy
 
 logger = logging.getLogger(__name__)

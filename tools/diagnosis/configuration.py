@@ -9,11 +9,10 @@ from moe_framework.config.schema import AUTO, Config
 from moe_framework.config.validate import is_planned, planned_world_size, validate
 from moe_framework.data.fasta import demo_path
 from moe_framework.errors import ConfigError, DependencyError
-from moe_framework.precision.modes import AUTO8, MODES, resolve_mode
+from moe_framework.precision.modes import AUTO8, EMULATED, MODES, resolve_mode
 from moe_framework.train.build import checkpoint_dir, run_dir
 from moe_framework.train.dry_run import describe_sizes, state_bytes_per_rank
 from tools.diagnosis.machine import Machine
-from tools.diagnosis.precision import EMULATED
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_framework.errors import ConfigError
-from moe_framework.precision.modes import AUTO8, MODES, Capability, resolve_mode
-
-EMULATED = "mxfp8_emulated"
+from moe_framework.precision.modes import AUTO8, EMULATED, MODES, Capability, resolve_mode
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from moe_framework.moe.experts.measure import milliseconds
 from moe_framework.moe.experts.mxfp8_emulated import BLOCK, mxfp8_emulated_experts
 from moe_framework.moe.experts.sequential import sequential_experts
 from moe_framework.moe.experts.te import TransformerEngineExperts
+from moe_framework.precision.modes import EMULATED
 from moe_framework.precision.policy import PrecisionPolicy
-
-EMULATED = "mxfp8_emulated"
 
 # Those without state, which compute in the dtype of what they are given.
 BACKENDS: dict[str, ExpertBackend] = {

@@ -5,8 +5,8 @@ FSDP gathers them in the compute dtype; where it does not shard them, the backen
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from moe_framework.distributed.shards import local_part
 from moe_framework.moe.experts.base import ExpertBackend
 
 
@@ -31,11 +31,6 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows_RD: Tensor, probs_R: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Apply this rank's experts, or its slice of their width, in the rows' dtype; see `ExpertBackend`."""
-        gate_up = _local(self.gate_up)
+        gate_up = local_part(self.gate_up)
         gate_up = gate_up.flatten(1, 2) if gate_up.dim() == 4 else gate_up
-        return self.backend(gate_up, _local(self.down), rows_RD, probs_R, tokens_per_expert)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """This rank's experts [e, ...]; gradients flow back into the DTensor."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+        return self.backend(gate_up, local_part(self.down), rows_RD, probs_R, tokens_per_expert)

@@ -5,9 +5,10 @@ import torch
 
 from moe_framework.errors import ConfigError, MoeFrameworkError
 from moe_framework.moe.experts import choose
-from moe_framework.moe.experts.choose import EMULATED, ExpertShape, choose_experts, make_backend
+from moe_framework.moe.experts.choose import ExpertShape, choose_experts, make_backend
 from moe_framework.moe.experts.grouped_mm import grouped_mm_experts, unsupported_reason
 from moe_framework.moe.experts.mxfp8_emulated import mxfp8_emulated_experts
+from moe_framework.precision.modes import EMULATED
 from moe_framework.precision.policy import PrecisionPolicy, precision_policy
 from moe_framework.precision.recipes import RECIPES
 
