@@ -133,10 +133,9 @@ class Decoder(nn.Module):
             x_BSD, layer_stats = block(x_BSD, context, layout)
             stats.append(layer_stats)
         logits_BSV = self._head(self.sequence.gather(self.norm(x_BSD)))
+        no_loss = logits_BSV.new_zeros((), dtype=torch.float32)
         return DecoderOutput(
-            loss=logits_BSV.new_zeros((), dtype=torch.float32)
-            if targets_BS is None
-            else self.cross_entropy_sum(logits_BSV, targets_BS),
+            loss=no_loss if targets_BS is None else self.cross_entropy_sum(logits_BSV, targets_BS),
             aux_loss=torch.stack([s.aux_loss for s in stats]).sum(),
             z_loss=torch.stack([s.z_loss for s in stats]).sum(),
             tokens_per_expert_LE=torch.stack([s.tokens_per_expert_E for s in stats]),

