@@ -5,12 +5,15 @@ The inputs are new in each run; a failure prints the seed, and PARITY_SEED=<seed
 
 import os
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from tests.distributed.parity_jobs import IDLE_EXPERT, Spec, Trace, reference
+from tests.distributed.parity_jobs import IDLE_EXPERT, Layout, Spec, Trace, reference, train
+from tests.distributed.step_jobs import num_compiled_graphs
+from tests.helpers.pool import RankPool
 from tests.unit.model.builders import relative_difference
 
 TOLERANCE = 1e-5
@@ -47,6 +50,16 @@ def assert_equal_to_reference(traces: list[Trace], expected: Trace, spec: Spec) 
             assert torch.equal(counts, wanted_counts), where
     for step, wanted_scalars in enumerate(expected.scalars):
         assert traces[0].scalars[step] == pytest.approx(wanted_scalars, rel=TOLERANCE), f"{where}, step {step}"
+
+
+def assert_compiled_equals_reference(ranks: RankPool, layout: Layout, spec: Spec, expected: Trace) -> None:
+    """Check compiled blocks, loss and optimizer, with and without activation checkpointing."""
+    for checkpointing in ("none", "full"):
+        compiled = replace(layout, checkpointing=checkpointing, compiled=True)
+        traces = ranks.run(train, layout.world_size, spec, compiled, timeout_s=280)
+        assert_equal_to_reference(traces, expected, spec)
+        # Nothing else in these processes compiles.
+        assert all(count > 0 for count in ranks.run(num_compiled_graphs, layout.world_size))
 
 
 def assert_one_expert_is_idle(trace: Trace) -> None:

@@ -308,7 +308,7 @@ def built(spec: Spec, layout: Layout) -> tuple[Decoder, ParallelMesh]:
 def train(spec: Spec, layout: Layout) -> Trace:
     """Train on the ranks of a layout; the trace's tensors come from rank 0, its scalars from every rank."""
     model, mesh = built(spec, layout)
-    optimizer = build_adamw(model, **OPTIM)
+    optimizer = build_adamw(model, **OPTIM, compiled=layout.compiled)
     trace = Trace(parameters_of(model), {}, {}, {}, {}, [], [])
     unclipped = float("nan")
     for step in range(NUM_STEPS):
@@ -342,10 +342,3 @@ def train(spec: Spec, layout: Layout) -> Trace:
         for tensors in (trace.initial, trace.gradients, trace.parameters, trace.exp_avg, trace.exp_avg_sq):
             tensors.clear()
     return trace
-
-
-def num_compiled_graphs() -> int:
-    """How many graphs this process has compiled."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]

@@ -106,3 +106,10 @@ def router_weight_seen(spec: Spec, layout: Layout) -> bool:
     evaluate(model, batches, mesh=mesh, device=torch.device("cpu"))
     assert not torch.equal(master, master.bfloat16().float()), "the weights would not show a rounding"
     return seen[0].dtype == torch.float32 and torch.equal(seen[0], master)
+
+
+def num_compiled_graphs() -> int:
+    """How many graphs this process has compiled."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]

@@ -8,11 +8,12 @@ import torch
 
 from tests.distributed.parity_checks import (
     TOLERANCE,
+    assert_compiled_equals_reference,
     assert_equal_to_reference,
     assert_one_expert_is_idle,
     reference_of,
 )
-from tests.distributed.parity_jobs import ROWS_WITH_AN_EMPTY_RANK, Layout, num_compiled_graphs, train
+from tests.distributed.parity_jobs import ROWS_WITH_AN_EMPTY_RANK, Layout, train
 from tests.helpers.pool import RankPool
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)]
@@ -103,13 +104,7 @@ def test_bf16_stays_near_fp32_with_fp32_masters_and_moments(ranks: RankPool):
 
 @pytest.mark.slow
 def test_compiled_equals_one_process(ranks: RankPool):
-    spec, expected = reference_of()
-    for activation_checkpointing in ("none", "full"):
-        layout = Layout(1, 2, 2, activation_checkpointing, compiled=True)
-        traces = ranks.run(train, 2, spec, layout, timeout_s=280)
-        assert_equal_to_reference(traces, expected, spec)
-        # Nothing else in these processes compiles.
-        assert all(count > 0 for count in ranks.run(num_compiled_graphs, 2))
+    assert_compiled_equals_reference(ranks, Layout(1, 2, 2), *reference_of())
 
 
 @pytest.mark.slow

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.parity_checks import assert_equal_to_reference, assert_one_expert_is_idle, reference_of
-from tests.distributed.parity_jobs import ROWS_WITH_AN_EMPTY_RANK, Layout, num_compiled_graphs, train
+from tests.distributed.parity_checks import (
+    assert_compiled_equals_reference,
+    assert_equal_to_reference,
+    assert_one_expert_is_idle,
+    reference_of,
+)
+from tests.distributed.parity_jobs import ROWS_WITH_AN_EMPTY_RANK, Layout, train
 from tests.helpers.pool import RankPool
 
 # Each of accumulation, activation checkpointing and backend meets each kind of layout; `slow` has the whole product.
@@ -84,13 +89,7 @@ def test_global_batch_balancing_equals_one_process_without_accumulation(ranks: R
 
 @pytest.mark.slow
 def test_compiled_equals_one_process(ranks: RankPool):
-    spec, expected = reference_of(changes=(("qk_norm", True),))
-    for activation_checkpointing in ("none", "full"):
-        layout = Layout(1, 1, 2, activation_checkpointing, compiled=True, tp=2)
-        traces = ranks.run(train, 2, spec, layout, timeout_s=280)
-        assert_equal_to_reference(traces, expected, spec)
-        # Nothing else in these processes compiles.
-        assert all(count > 0 for count in ranks.run(num_compiled_graphs, 2))
+    assert_compiled_equals_reference(ranks, Layout(1, 1, 2, tp=2), *reference_of(changes=(("qk_norm", True),)))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_framework.optim.adamw import build_adamw
+from moe_framework.optim.adamw import AdamW, build_adamw
 from moe_framework.optim.clip import global_grad_norm
 from tests.unit.model.builders import plain_decoder
 
@@ -76,3 +76,15 @@ def test_a_compiled_update_takes_another_learning_rate_without_compiling_again()
         optimizer.step_clipped(norm, 1.0)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] == graphs[2]
+
+
+@pytest.mark.slow
+def test_a_compiled_update_takes_a_rank_without_a_part_of_a_tensor():
+    # A router of 8 experts over 16 ranks leaves half of them without a row.
+    empty, full = torch.nn.Parameter(torch.empty(0, 4)), torch.nn.Parameter(torch.ones(2, 4))
+    for parameter in (empty, full):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = AdamW([{"params": [empty, full], "weight_decay": 0.0}], lr=0.1, compiled=True)
+    optimizer.step_clipped(torch.ones(()), 0.0)
+    assert empty.shape == (0, 4)
+    torch.testing.assert_close(full.detach(), torch.full((2, 4), 0.9))

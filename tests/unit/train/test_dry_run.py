@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_framework.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from moe_framework.train.dry_run import describe_sizes
+from moe_framework.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from moe_framework.train.dry_run import describe_sizes, state_bytes_per_rank
 from moe_framework.train.model import count_parameters
 from tests.unit.model.builders import SMALL, plain_decoder
 
@@ -59,3 +59,21 @@ def test_each_replica_holds_the_whole_state():
         return numbers(describe_sizes(Config(model=SMALL, parallel=ParallelConfig(**degrees))).splitlines()[2])[0]
 
     assert state(dp=4, ep=2, tp=2, dp_replicate=2) == state(dp=2, ep=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "mode", "copied"),
+    [
+        ({"dp": 1, "ep": 4}, "bf16", True),
+        ({"dp": 1, "ep": 4}, "fp32", False),
+        ({"dp": 2, "ep": 4}, "bf16", False),
+        ({"dp": 2, "ep": 4, "dp_replicate": 2}, "bf16", False),
+        ({"dp": 1, "ep": 2, "tp": 2}, "bf16", False),
+        ({"dp": 1, "ep": 2, "tp": 2, "expert_tp": 2}, "bf16", True),
+    ],
+)
+def test_experts_that_one_rank_holds_alone_keep_a_copy_in_the_compute_format(degrees, mode: str, copied: bool):
+    config = Config(model=SMALL, parallel=ParallelConfig(**degrees), precision=PrecisionConfig(mode=mode))  # pyright: ignore
+    total, experts, _ = numbers(describe_sizes(config).splitlines()[1])
+    ranks = degrees["dp"] // degrees.get("dp_replicate", 1) * degrees["ep"] * degrees.get("tp", 1)
+    assert state_bytes_per_rank(config) == (16 * total + (2 * experts if copied else 0)) // ranks

@@ -108,14 +108,8 @@ def resolve(
     if compile_model is not None:
         config = replace(config, train=replace(config.train, compile=compile_model))
     config = replace(_one_micro_batch(config, world_size), device=device)  # pyright: ignore
-    valid = [
-        validate(
-            replace(config, precision=replace(config.precision, mode=mode)),
-            world_size=world_size,
-            local_world_size=launch.local_world_size if launch.launched else world_size,
-        )
-        for mode in modes or (config.precision.mode,)
-    ]
+    local_world_size = launch.local_world_size if launch.launched else world_size
+    valid = [_valid(config, mode, world_size, local_world_size) for mode in modes or (config.precision.mode,)]
     return Options(
         config_name=config_name,
         overrides=tuple(overrides),
@@ -131,6 +125,11 @@ def resolve(
         seed=seed,
         partial_file=partial_file,
     )
+
+
+def _valid(config: Config, mode: str, world_size: int, local_world_size: int) -> Config:
+    with_mode = replace(config, precision=replace(config.precision, mode=mode))  # pyright: ignore
+    return validate(with_mode, world_size=world_size, local_world_size=local_world_size)
 
 
 def _one_micro_batch(config: Config, world_size: int) -> Config:
