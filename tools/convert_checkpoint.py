@@ -156,6 +156,8 @@ def _convert(plan: "Plan", arguments: argparse.Namespace) -> None:
         verified = _verify(plan, folder, arguments.workers)
 
     started = time.perf_counter()
+    if plan.source_format == "dcp":
+        print(f"comparing the files of {plan.request.source} with their checksums first", file=sys.stderr)
     with ByteProgress("converting", plan.num_bytes) as progress:
         checksums = convert(
             plan,

@@ -140,6 +140,7 @@ def _check_has_optimizer(step_dir: Path) -> None:
 
 
 def _load_weights(training: Training, path: Path) -> None:
+    logger.info("reading the initial weights from %s", path)
     tensors = model_tensors(training.model)
     step_dir = together(lambda: _step_in_model_dtypes(path, training, tensors))
     if step_dir is not None:
@@ -155,7 +156,7 @@ def _step_in_model_dtypes(path: Path, training: Training, tensors: Mapping[str, 
     """The step, if the store can load it: it never casts, and a converted step may be in bf16."""
     if detect(path) != DCP:
         return None
-    step_dir = path if is_complete(path) else newest_step(path) or path
+    step_dir = _step_of(path)
     manifest = read_manifest(step_dir)
     for name, tensor in tensors.items():
         saved = manifest.tensors.get(name)
@@ -171,10 +172,15 @@ def _step_in_model_dtypes(path: Path, training: Training, tensors: Mapping[str, 
     return step_dir
 
 
+def _step_of(path: Path) -> Path:
+    """The step itself, or the newest of a folder of steps."""
+    return path if is_complete(path) else newest_step(path) or path
+
+
 def _check_files(path: Path) -> None:
     """Compare a step's files with their checksums, each rank its share of them; other formats have none."""
     if detect(path) == DCP:
-        source = DcpSource(path if is_complete(path) else newest_step(path) or path)
+        source = DcpSource(_step_of(path))
         try:
             source.check_files(rank=dist.get_rank(), num_ranks=dist.get_world_size())
         finally:

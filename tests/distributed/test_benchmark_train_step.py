@@ -108,6 +108,24 @@ def test_our_mesh_has_every_degree_of_the_configuration(ranks: RankPool):
     assert ranks.run(mesh_of_ours, 2) == [[(2, 2, 1)]] * 2
 
 
+def peak_of_a_contender() -> tuple[int | None, int | None]:
+    """On a machine where 1,000 bytes were left allocated, and a step reached 5,000."""
+
+    def build() -> Contender:
+        return Contender(lambda: 1.0, 1, Facts("bf16", "fp32", True, "fp32", "", ""))
+
+    def trained(*_: Any) -> tuple[list[float], list[float], int]:
+        return [1.0], [1.0], 5000
+
+    with mock.patch.object(measure, "_allocated", return_value=1000), mock.patch.object(measure, "_train", trained):
+        row = measure.measure("x", build, CPU, warmup=1, repetitions=1, tokens_per_gpu=1, flops_per_token=1)
+    return row.peak_bytes, row.allocated_before_bytes
+
+
+def test_the_peak_does_not_count_what_earlier_contenders_left(ranks: RankPool):
+    assert ranks.run(peak_of_a_contender, 1) == [(4000, 1000)]
+
+
 def fail_on_rank_1() -> list[str | None]:
     def build(fails: bool) -> Contender:
         def step() -> float:

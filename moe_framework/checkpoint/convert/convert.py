@@ -46,13 +46,13 @@ _RUN_STATE = ("position", "optimizer_step")
 
 
 def check_target(plan: Plan) -> None:
-    """Check that the target can be written; the source's files too, where they have checksums.
+    """Check that the target can be written.
 
     Args:
         plan: The plan.
 
     Raises:
-        CheckpointError: The target exists, the disk is too full, or a file of the source is damaged.
+        CheckpointError: The target exists, or the disk is too full.
     """
     check_free(plan.request.target)
     check_space(plan.request.target, plan.num_bytes)

@@ -106,7 +106,7 @@ def sizes_of_hf(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if family not in _KEYS:
         raise CheckpointError(f"{where}: model_type={family!r} cannot be converted. Known are {', '.join(_KEYS)}.")
     problems = [
-        f"{where}: {key}={config[key]!r} is not what the model computes ({key}={allowed[0]!r})."
+        f"{where}: {key}={config.get(key)!r} is not what the model computes ({key}={allowed[0]!r})."
         for key, allowed in _REQUIRED[family].items()
         if (key in config or key in _NEEDED) and config.get(key) not in allowed
     ]

@@ -96,6 +96,11 @@ RULES = [
         "Use precision.mode=bf16 or experts.backend=loop.",
     ),
     (
+        "experts.backend=sequential precision.mode=mxfp8_emulated",
+        "experts.backend=sequential computes in bf16, so precision.mode=mxfp8_emulated would not be quantized. "
+        "Set experts.backend=auto, or precision.mode=bf16.",
+    ),
+    (
         "experts.backend=loop precision.mode=mxfp8_emulated",
         "experts.backend=loop computes in bf16, so precision.mode=mxfp8_emulated would not be quantized. "
         "Set experts.backend=auto, or precision.mode=bf16.",

@@ -14,7 +14,7 @@ from moe_framework.checkpoint.convert import stream
 from moe_framework.checkpoint.convert.convert import convert, verify
 from moe_framework.checkpoint.convert.plan import Request, make_plan
 from moe_framework.errors import CheckpointError
-from tests.unit.checkpoint.convert.folders import content, run, save_hf
+from tests.unit.checkpoint.convert.folders import FAMILY_SIZES, content, run, save_hf
 from tests.unit.checkpoint.steps import rewrite_checksums
 
 pytest.importorskip("transformers", reason="needs the hf extra")
@@ -118,6 +118,16 @@ def test_a_model_that_ours_cannot_compute_is_refused(hf: Path, tmp_path: Path, k
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, key: value}))
     assert message in refused(hf, tmp_path / "dcp")
+
+
+def test_weights_that_are_normalised_only_by_default_elsewhere_are_refused(tmp_path: Path):
+    # transformers takes a missing norm_topk_prob for false.
+    save_hf(tmp_path / "qwen", FAMILY_SIZES["qwen3_moe"])
+    path = tmp_path / "qwen" / "config.json"
+    config = json.loads(path.read_text())
+    del config["norm_topk_prob"]
+    path.write_text(json.dumps(config))
+    assert "norm_topk_prob=None is not what the model computes" in refused(tmp_path / "qwen", tmp_path / "dcp")
 
 
 def test_a_flipped_byte_of_a_hugging_face_result_is_found(hf: Path, tmp_path: Path):

@@ -104,6 +104,12 @@ def test_an_optimizer_that_would_be_stale_is_refused(tmp_path: Path, to: str, op
         run(step_dir, tmp_path / "new", to, **options)
 
 
+def test_a_steps_vocabulary_is_not_cropped(tmp_path: Path):
+    step_dir = save_run(tmp_path / "run", run_tensors())
+    with pytest.raises(CheckpointError, match="--vocab-size=9: only the padding of another format's vocabulary"):
+        run(step_dir, tmp_path / "new", "hf", vocab_size=9)
+
+
 def test_an_optimizer_that_is_not_there_is_refused(tmp_path: Path):
     step_dir = save_run(tmp_path / "run", {k: v for k, v in run_tensors().items() if k.startswith("model.")})
     with pytest.raises(CheckpointError, match="has no optimizer state"):
