@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_framework.moe.experts import sequential
 from moe_framework.moe.experts.base import ExpertBackend
 from moe_framework.moe.experts.choose import BACKENDS
 from moe_framework.moe.experts.grouped_mm import grouped_mm_experts
@@ -85,6 +86,22 @@ def test_float32_weights_are_cast_and_get_float32_gradients(name: str):
     for gradient, wanted in zip(gradients[:2], expected_gradients[:2], strict=True):
         assert gradient.dtype == torch.float32
         assert relative_difference(gradient, wanted.float()) <= 2**-8
+
+
+def test_sequential_asks_for_gradients_in_the_weights_dtype(monkeypatch: pytest.MonkeyPatch):
+    # On CUDA they are then rounded once, from the float32 sums of the products.
+    asked: list[torch.dtype] = []
+    real = sequential.weight_gradients
+
+    def recorded(grad: Tensor, x: Tensor, counts: list[int], dtype: torch.dtype) -> Tensor:
+        asked.append(dtype)
+        return real(grad, x, counts, dtype)
+
+    monkeypatch.setattr(sequential, "weight_gradients", recorded)
+    gate_up, down, rows, probs = random_inputs(COUNTS[0], torch.float32)
+    run(sequential.sequential_experts, Inputs(gate_up, down, rows.bfloat16(), probs), COUNTS[0])
+    run(sequential.sequential_experts, Inputs(gate_up.bfloat16(), down.bfloat16(), rows.bfloat16(), probs), COUNTS[0])
+    assert asked == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())

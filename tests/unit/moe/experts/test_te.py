@@ -37,13 +37,15 @@ class _IntoMainGrad(torch.autograd.Function):
     """Passes a weight on; writes its gradient into `main_grad`, as Transformer Engine does when asked to fuse it."""
 
     @staticmethod
-    def forward(ctx, weight):
-        ctx.weight = weight
+    def forward(ctx, weight, dtypes):
+        ctx.weight, ctx.dtypes = weight, dtypes
         return weight.clone()
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.weight.main_grad.copy_(grad)
+        ctx.dtypes.append(ctx.weight.main_grad.dtype)
+        return None, None
 
 
 class _Stub(TransformerEngineExperts):
@@ -51,10 +53,13 @@ class _Stub(TransformerEngineExperts):
         self._recipe, self._arrangement, self._operations = recipe, arrangement, None
         self._fc1, self._fc2 = _Operation(num_experts), _Operation(num_experts)
         self.row_counts: list[list[int]] = []
+        self.gradient_dtypes: list[torch.dtype] = []
 
         def mlp(rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
             self.row_counts.append(counts.tolist())
-            weights = ([_IntoMainGrad.apply(p) for p in op.parameters()] for op in (self._fc1, self._fc2))
+            weights = (
+                [_IntoMainGrad.apply(p, self.gradient_dtypes) for p in op.parameters()] for op in (self._fc1, self._fc2)
+            )
             gate_up, down = map(torch.stack, weights)
             if arrangement.interleave is not None:
                 gate_up = deinterleave_gate_up(gate_up, arrangement.interleave)
@@ -212,14 +217,14 @@ def test_evaluation_builds_no_graph():
         assert not _Stub(E)(gate_up, down, rows, probs, COUNTS).requires_grad
 
 
-def test_float32_weights_get_float32_gradients_without_rounding_to_the_rows_dtype():
-    tensors, cotangent = _case(22), torch.randn(22, D).bfloat16()
-    gate_up, down, rows, probs = tensors
-    _, *gradients = _run(_Stub(E), [gate_up, down, rows.bfloat16(), probs], COUNTS, cotangent)
-    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 2 + [torch.bfloat16, torch.float32]
-    _, *of_bf16 = _run(_Stub(E), [gate_up.bfloat16(), down.bfloat16(), rows.bfloat16(), probs], COUNTS, cotangent)
-    assert of_bf16[0].dtype == torch.bfloat16
-    assert torch.equal(gradients[0].bfloat16(), of_bf16[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_products_write_gradients_in_the_weights_dtype(dtype: torch.dtype):
+    gate_up, down, rows, probs = _case(22)
+    stub = _Stub(E)
+    case = [gate_up.to(dtype), down.to(dtype), rows.bfloat16(), probs]
+    _, *gradients = _run(stub, case, COUNTS, torch.randn(22, D).bfloat16())
+    assert stub.gradient_dtypes == [dtype] * 2 * E
+    assert [gradient.dtype for gradient in gradients] == [dtype, dtype, torch.bfloat16, torch.float32]
 
 
 def test_backward_lets_go_of_the_activations_while_the_output_lives():
