@@ -1,6 +1,10 @@
 """The comparison of a layout's trace with the reference, for the parity tests of several files.
 
 The inputs are new in each run; a failure prints the seed, and PARITY_SEED=<seed> repeats it.
+
+Every tensor may be 1e-5 away, relatively. On some inputs a gradient is a small difference of large terms, and after
+three steps even one rounding of the weights moves it by nearly as much (8.6e-6 was seen in the worst of some hundred
+inputs). There it may be SAFETY times as far as the reference goes from itself when its own weights are so rounded.
 """
 
 import os
@@ -19,6 +23,12 @@ from tests.unit.model.builders import relative_difference
 TOLERANCE = 1e-5
 # Nearer to a tie than this, rounding may choose another expert, and no implementation could be compared.
 SMALLEST_MARGIN = 1e-5
+# A layout rounds at every step of the way, the moved weights once.
+SAFETY = 4.0
+NUM_ROUNDINGS = 4
+# An error in the sums shows in a tenth of a percent or more: no rounding may excuse a hundredth of that.
+LARGEST = 1e-4
+KINDS = ("gradients", "parameters", "exp_avg", "exp_avg_sq")
 
 
 @cache
@@ -37,11 +47,10 @@ def assert_equal_to_reference(traces: list[Trace], expected: Trace, spec: Spec) 
     where = f"seed={spec.seed}"
     for name, value in expected.initial.items():
         assert torch.equal(traces[0].initial[name], value), f"{where}: {name}"
-    for kind in ("gradients", "parameters", "exp_avg", "exp_avg_sq"):
-        whole, wanted = getattr(traces[0], kind), getattr(expected, kind)
-        assert whole.keys() == wanted.keys()
-        far = {name: relative_difference(whole[name], wanted[name]) for name in wanted}
-        far = {name: distance for name, distance in far.items() if not distance <= TOLERANCE}
+    for kind in KINDS:
+        assert getattr(traces[0], kind).keys() == getattr(expected, kind).keys()
+        far = {name: value for name, value in distances(traces[0], expected, kind).items() if not value <= TOLERANCE}
+        far = {name: value for name, value in far.items() if not value <= rounding_bound(spec, kind, name)}
         assert not far, f"{where}: {kind} differ: {far}"
     for trace in traces:
         assert not trace.differing_replicas, f"{where}: {trace.differing_replicas}"
@@ -50,6 +59,24 @@ def assert_equal_to_reference(traces: list[Trace], expected: Trace, spec: Spec) 
             assert torch.equal(counts, wanted_counts), where
     for step, wanted_scalars in enumerate(expected.scalars):
         assert traces[0].scalars[step] == pytest.approx(wanted_scalars, rel=TOLERANCE), f"{where}, step {step}"
+
+
+def distances(trace: Trace, expected: Trace, kind: str) -> dict[str, float]:
+    """Return the relative difference of each tensor of a kind."""
+    return {name: relative_difference(getattr(trace, kind)[name], x) for name, x in getattr(expected, kind).items()}
+
+
+@cache
+def rounding_bound(spec: Spec, kind: str, name: str) -> float:
+    """Return how far a tensor may be because its inputs make it ill-conditioned."""
+    return min(SAFETY * max(moved[kind][name] for moved in _moved_by_rounding(spec)), LARGEST)
+
+
+@cache
+def _moved_by_rounding(spec: Spec) -> list[dict[str, dict[str, float]]]:
+    expected = reference(spec)
+    moved = [reference(spec, rounding=seed) for seed in range(NUM_ROUNDINGS)]
+    return [{kind: distances(trace, expected, kind) for kind in KINDS} for trace in moved]
 
 
 def assert_compiled_equals_reference(ranks: RankPool, layout: Layout, spec: Spec, expected: Trace) -> None:

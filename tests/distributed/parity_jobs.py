@@ -223,10 +223,26 @@ def replicas_differ(tensor: Tensor) -> bool:
     return differ
 
 
-def reference(spec: Spec) -> Trace:
-    """Train on one process, the whole global batch at once, with plain torch around the model."""
+@torch.no_grad()
+def round_weights(model: nn.Module, seed: int) -> None:
+    """Move every weight by at most one rounding of its format, at random: no result can be surer than that."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        unit = torch.finfo(parameter.dtype).eps
+        parameter.mul_(1 + unit * (2 * torch.rand(parameter.shape, generator=generator) - 1))
+
+
+def reference(spec: Spec, *, rounding: int | None = None) -> Trace:
+    """Train on one process, the whole global batch at once, with plain torch around the model.
+
+    Args:
+        spec: What to compute.
+        rounding: Seed by which the initial weights are moved by a rounding; None leaves them.
+    """
     model = plain_decoder(spec.sizes, aux_loss=spec.aux_loss, seed=spec.seed)
     idle_one_expert(model)
+    if rounding is not None:
+        round_weights(model, rounding)
     margins: list[float] = []
     for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
         router.register_forward_hook(lambda _router, _x, routing: margins.append(_margin(spec.sizes.top_k, routing)))
