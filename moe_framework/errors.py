@@ -4,6 +4,26 @@ A message reads `<key>=<value>`, the rule that was broken, and the remedy. These
 traceback and end the process with exit code 2. `assert` is for the framework's own bugs.
 """
 
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a training process ended, for its launcher; docs/operations.md says what each does with it.
+
+    Attributes:
+        DONE: All steps are done and saved.
+        FAILED: An unexpected error or a lost rank; starting again continues from the last published step.
+        USER_ERROR: Something that starting again does not change.
+        STOPPED: Told to stop, and saved before it did; to be started again, where requeued.
+        HUNG: Without progress for `resilience.hang_timeout_s`; the hang report says where.
+    """
+
+    DONE = 0
+    FAILED = 1
+    USER_ERROR = 2
+    STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+    HUNG = 76
+
 
 class MoeFrameworkError(Exception):
     """Base of every error that a user's input can cause."""

@@ -49,11 +49,15 @@ _AT_LEAST = {
     "train.global_batch_size": 1,
     "train.micro_batch_size": 1,
     "train.max_nonfinite_steps": 1,
+    "train.loss_spike_sigmas": 0,
     "train.log_every": 1,
     "eval.every": 0,
     "eval.max_rows": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
+    "checkpoint.max_failed_saves": 0,
+    "resilience.hang_timeout_s": 0,
+    "resilience.max_failures_per_step": 1,
 }
 _ABOVE_ZERO = ("model.rope_theta", "model.norm_eps", "model.init_std", "optim.lr", "optim.eps")
 _NOT_EMPTY = ("run.dir", "data.path", "checkpoint.ckpt_dir", "checkpoint.resume", "checkpoint.init_from")

@@ -228,6 +228,8 @@ class TrainConfig:
         dry_run: Validate, print the resolved configuration and the sizes, and stop before training.
         max_nonfinite_steps: Consecutive steps with a non-finite loss or gradient norm, each skipped, after
             which the run stops.
+        loss_spike_sigmas: Warn of a loss that many standard deviations above the mean of the last 100 steps; 0 for no
+            warning.
         log_every: Steps between progress lines and TensorBoard points; metrics.jsonl has every step.
     """
 
@@ -240,6 +242,7 @@ class TrainConfig:
     deterministic: bool = False
     dry_run: bool = False
     max_nonfinite_steps: int = 3
+    loss_spike_sigmas: float = 6.0
     log_every: int = 10
 
 
@@ -265,6 +268,8 @@ class CheckpointConfig:
         every: Steps between saves; the last step is always saved. 0 saves at the end only.
         keep: Complete steps to keep, the newest first; 0 keeps all.
         async_save: Write in the background while training goes on.
+        max_failed_saves: Saves in a row that may fail, or be left out because the one before is still being written,
+            before the run stops; the last save of a run must succeed.
         resume: `auto` (from the latest complete step of ckpt_dir, if there is one), `never` (refused when
             ckpt_dir has a complete step), or the path of a step folder.
         init_from: Weights that start a new run at step 0, without optimizer or data position: a step folder, a
@@ -275,8 +280,28 @@ class CheckpointConfig:
     every: int = 100
     keep: int = 2
     async_save: bool = True
+    max_failed_saves: int = 3
     resume: str = AUTO
     init_from: str | None = None
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """What happens when ranks hang, die or are told to stop.
+
+    Attributes:
+        hang_timeout_s: Seconds without progress on a rank, be it one layer, after which every rank writes what it
+            was doing to `run.dir`/`run.name`/hang; 0 for no such watch. Longer than the first step takes to compile.
+        abort_on_hang: End the ranks after the report, so that a launcher can start them again.
+        heartbeat: `auto` (where NVRx's ft_launcher started the ranks), `nvrx`, or `off`: tell the launcher's monitor
+            that the rank is alive, so that it can end and restart a hung one.
+        max_failures_per_step: Starts in a row that may die in the same step before the next one refuses to go on.
+    """
+
+    hang_timeout_s: float = 900.0
+    abort_on_hang: bool = True
+    heartbeat: Literal["auto", "nvrx", "off"] = AUTO
+    max_failures_per_step: int = 3
 
 
 @dataclass(frozen=True)
@@ -312,4 +337,5 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -1,0 +1,1 @@
+"""What keeps a run going: signals, heartbeats, restarts and hang reports."""
