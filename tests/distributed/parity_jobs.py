@@ -267,7 +267,8 @@ def reference(spec: Spec, *, rounding: int | None = None) -> Trace:
             document_ids_BS=batch.document_ids,
             valid_index_T=batch.valid_index,
         )
-        loss = out.loss / batch.num_targets
+        # A batch may have no target at all: a mean over nothing is 0.
+        loss = out.loss / max(batch.num_targets, 1)
         aux_loss, z_loss = out.aux_loss / batch.num_tokens, out.z_loss / batch.num_tokens
         (loss + OBJECTIVE.aux_loss_coeff * aux_loss + OBJECTIVE.z_loss_coeff * z_loss).backward()
         if step == 0:
