@@ -66,7 +66,7 @@ def test_layout_equals_one_process(ranks: RankPool, layout: Layout):
     spec, expected = reference_of()
     traces = ranks.run(train, layout.world_size, spec, layout)
     assert_equal_to_reference(traces, expected, spec)
-    assert_one_expert_is_idle(traces[0])
+    assert_one_expert_is_idle(traces[0], spec)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, tp=2), Layout(1, 1, tp=4, expert_tp=4, backend="loop")], ids=str)
@@ -98,7 +98,7 @@ def test_every_combination_equals_one_process(ranks: RankPool, layout: Layout):
     spec, expected = reference_of()
     traces = ranks.run(train, layout.world_size, spec, layout)
     assert_equal_to_reference(traces, expected, spec)
-    assert_one_expert_is_idle(traces[0])
+    assert_one_expert_is_idle(traces[0], spec)
 
 
 @pytest.mark.slow
