@@ -13,8 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_framework.distributed.slurm import slurm_step
 from moe_framework.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +29,15 @@ logger = logging.getLogger(__name__)
 # Read by Transformer Engine while it is imported, and off by default (2.20).
 TE_FUSION_FLAG = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 
+# Where rank 0 tells the launcher's script that the ranks stopped because they were told to, after saving.
+EXIT_FILE = "MOE_EXIT_FILE"
+
+# Set by NVRx's ft_launcher in its ranks.
+FT_MONITOR_SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
+
+# Collectives that torch's flight recorder remembers; it reads the number when it first records one.
+FLIGHT_RECORDER_SIZE = {"TORCH_FR_BUFFER_SIZE": "2000"}
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -37,7 +48,10 @@ class LaunchEnvironment:
         local_rank: Rank on this host.
         world_size: Number of ranks.
         local_world_size: Number of ranks on this host.
-        launched: True under torchrun; False for plain `python`, which is one rank.
+        launched: True under torchrun, ft_launcher or srun; False for plain `python`, which is one rank.
+        init_method: Where the ranks meet, such as `tcp://node1:10042`; None where torchrun's variables say it.
+        exit_file: Where rank 0 writes the exit code of a stop on request, or None: the ranks then exit with it.
+        ft_launcher: Whether NVRx's ft_launcher started the ranks and monitors them.
     """
 
     rank: int = 0
@@ -45,6 +59,9 @@ class LaunchEnvironment:
     world_size: int = 1
     local_world_size: int = 1
     launched: bool = False
+    init_method: str | None = None
+    exit_file: Path | None = None
+    ft_launcher: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +86,7 @@ class Runtime:
 
 
 def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Read rank and world size from torchrun's variables; without them, one rank.
+    """Read rank and world size from torchrun's variables, else from those of a Slurm job step; else, one rank.
 
     Args:
         environ: The variables; the process's own by default.
@@ -78,12 +95,13 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         This process's place.
 
     Raises:
-        ConfigError: Some of torchrun's variables are missing or no integers.
+        ConfigError: Some of torchrun's variables, or of a job step's, are missing or no integers.
     """
     environ = os.environ if environ is None else environ
+    exit_file = Path(environ[EXIT_FILE]) if environ.get(EXIT_FILE) else None
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        return LaunchEnvironment()
+        return _slurm_environment(environ, exit_file)
     missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
         raise ConfigError(f"environment: {', '.join(missing)} not set although others of torchrun's are. Use torchrun.")
@@ -91,7 +109,32 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         rank, local_rank, world_size, local_world_size = (int(environ[name]) for name in names)
     except ValueError as error:
         raise ConfigError(f"environment: {', '.join(names)} must be integers ({error}). Use torchrun.") from None
-    return LaunchEnvironment(rank, local_rank, world_size, local_world_size, launched=True)
+    return LaunchEnvironment(
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        launched=True,
+        exit_file=exit_file,
+        ft_launcher=bool(environ.get(FT_MONITOR_SOCKET)),
+    )
+
+
+def _slurm_environment(environ: Mapping[str, str], exit_file: Path | None) -> LaunchEnvironment:
+    step = slurm_step(environ)
+    if step is None:
+        return LaunchEnvironment(exit_file=exit_file)
+    # An IPv6 address is told from its port by brackets.
+    host = f"[{step.master_addr}]" if ":" in step.master_addr else step.master_addr
+    return LaunchEnvironment(
+        step.rank,
+        step.local_rank,
+        step.world_size,
+        step.local_world_size,
+        launched=True,
+        init_method=f"tcp://{host}:{step.master_port}",
+        exit_file=exit_file,
+    )
 
 
 def request_te_fusion(
@@ -172,6 +215,8 @@ def start(
     if deterministic:
         # cuBLAS reads it when it starts; without it, torch refuses its products as not reproducible.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name, value in FLIGHT_RECORDER_SIZE.items():
+        os.environ.setdefault(name, value)
     import torch
     import torch.distributed as dist
 
@@ -189,7 +234,14 @@ def start(
     timeout = timedelta(seconds=timeout_s)
     device_id = torch_device if on_cuda else None
     if launch.launched:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        dist.init_process_group(
+            backend,
+            launch.init_method or "env://",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device_id,
+        )
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)

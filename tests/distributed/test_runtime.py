@@ -1,7 +1,10 @@
+import os
+import socket
+
 import torch
 import torch.distributed as dist
 
-from moe_framework.distributed.runtime import launch_environment, start
+from moe_framework.distributed.runtime import LaunchEnvironment, launch_environment, start
 from tests.helpers.pool import RankPool
 
 
@@ -20,3 +23,26 @@ def restart() -> tuple[int, bool, float, float]:
 
 def test_ranks_start_from_torchruns_variables(ranks: RankPool):
     assert ranks.run(restart, 2) == [(0, True, 2.0, 4.0), (1, False, 2.0, 4.0)]
+
+
+def meet(port: int) -> tuple[float, str]:
+    """Leave the pool's process group and start one as a task of `srun` does, without torchrun's variables."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    place = LaunchEnvironment(rank, rank, world_size, world_size, launched=True, init_method=f"tcp://127.0.0.1:{port}")
+    try:
+        with start(place, "cpu"):
+            value = torch.ones(1)
+            dist.all_reduce(value)
+        return value.item(), os.environ["TORCH_FR_BUFFER_SIZE"]
+    finally:
+        os.environ |= kept
+
+
+def test_ranks_start_without_torchruns_variables_and_record_their_collectives(ranks: RankPool):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    assert ranks.run(meet, 2, port) == [(2.0, "2000"), (2.0, "2000")]

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +37,18 @@ def test_plain_python_is_one_rank():
 
 def test_torchruns_variables_are_read():
     assert launch_environment(TORCHRUN) == LaunchEnvironment(5, 1, 8, 4, launched=True)
+
+
+@pytest.mark.parametrize("started_by", [{}, TORCHRUN])
+def test_the_file_for_the_exit_code_is_read(started_by: dict[str, str]):
+    assert launch_environment(started_by).exit_file is None
+    assert launch_environment(started_by | {"MOE_EXIT_FILE": ""}).exit_file is None
+    assert launch_environment(started_by | {"MOE_EXIT_FILE": "/job/code"}).exit_file == Path("/job/code")
+
+
+def test_ft_launcher_is_told_from_torchrun():
+    assert not launch_environment(TORCHRUN).ft_launcher
+    assert launch_environment(TORCHRUN | {"FT_RANK_MONITOR_IPC_SOCKET": "/tmp/socket"}).ft_launcher
 
 
 @pytest.mark.parametrize("missing", [name for name in TORCHRUN if name not in ("RANK", "WORLD_SIZE")])
