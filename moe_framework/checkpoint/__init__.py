@@ -1,6 +1,7 @@
 """Checkpoints that load at any layout, publish atomically, and run nothing when read."""
 
 from moe_framework.checkpoint.manifest import FileEntry, Manifest, TensorEntry, read_manifest
+from moe_framework.checkpoint.save import SaveFailedError
 from moe_framework.checkpoint.state import (
     allocate_optimizer_state,
     model_tensors,
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointStore",
     "FileEntry",
     "Manifest",
+    "SaveFailedError",
     "TensorEntry",
     "allocate_optimizer_state",
     "model_tensors",

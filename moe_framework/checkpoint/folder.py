@@ -130,11 +130,27 @@ def restore_replaced(directory: Path) -> None:
             continue
         if is_complete(step_dir):
             shutil.rmtree(aside)
-            continue
-        if step_dir.exists():
-            shutil.rmtree(step_dir)
-        aside.rename(step_dir)
-        sync_folder(directory)
+        else:
+            _put_back(step_dir)
+
+
+def clean_up_failed(step_dir: Path, *, complete: bool) -> None:
+    """Remove what a failed save wrote, and put back the step that it was to replace; failures are logged.
+
+    On a full disk this makes the room again that the next save needs.
+
+    Args:
+        step_dir: The folder of the step that was not saved; no rank writes to it any more.
+        complete: Whether its own manifest is durable, and only what comes after it failed: it is then kept.
+    """
+    try:
+        if complete:
+            if _aside(step_dir).exists():
+                shutil.rmtree(_aside(step_dir))
+        elif not is_complete(step_dir):  # a complete one is the step that was not even set aside
+            _put_back(step_dir)
+    except OSError as error:
+        _logger.warning("%s: what a failed save left could not be removed (%s); the next one tries.", step_dir, error)
 
 
 def delete_old_steps(step_dir: Path, keep: int) -> None:
@@ -161,6 +177,16 @@ def delete_old_steps(step_dir: Path, keep: int) -> None:
                 shutil.rmtree(half_deleted.parent)
     except (OSError, CheckpointError) as error:
         _logger.warning("%s: old steps could not be deleted (%s); delete them by hand.", directory, error)
+
+
+def _put_back(step_dir: Path) -> None:
+    """Remove an incomplete step; the complete one that it was to replace, if there is one, takes its place again."""
+    if step_dir.exists():
+        shutil.rmtree(step_dir)
+    if is_complete(_aside(step_dir)):
+        _aside(step_dir).rename(step_dir)
+    if step_dir.parent.exists():
+        sync_folder(step_dir.parent)
 
 
 def _aside(step_dir: Path) -> Path:

@@ -1,5 +1,6 @@
 """The manifest: what a step contains, as JSON; a step without one does not exist."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -123,14 +124,19 @@ def replace_durably(path: Path, text: str) -> None:
         text: Its new content.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written; nothing new is left beside it, if it can be removed.
     """
     partial = path.with_name(path.name + ".tmp")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

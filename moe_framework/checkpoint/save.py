@@ -1,12 +1,16 @@
 """One save from staged tensors to a published step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from moe_framework import __version__
 from moe_framework.checkpoint import folder
@@ -15,7 +19,11 @@ from moe_framework.checkpoint.ranks import Ranks, quiet_without_ranks
 from moe_framework.checkpoint.safe_pickle import METADATA_NAME
 from moe_framework.checkpoint.staging import StagedSavePlanner, StagedTensor, check_ranks_agree
 from moe_framework.checkpoint.verify import hash_file
-from moe_framework.errors import CheckpointError
+from moe_framework.errors import CheckpointError, RankError
+
+
+class SaveFailedError(CheckpointError):
+    """A step was not saved, but every rank is there and heard of it: training may go on, and the next save succeed."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,9 @@ class SaveJob:
 def write_step(directory: Path, job: SaveJob, *, keep: int, ranks: Ranks) -> None:
     """Write, hash and publish a step, then delete what is too old.
 
+    A step whose manifest is durable is complete, and stays, even if `latest` can then not be written: that counts as a
+    failed save, because others than the framework go by `latest`, but a resume finds the step.
+
     Args:
         directory: The checkpoint folder.
         job: This rank's part.
@@ -47,27 +58,29 @@ def write_step(directory: Path, job: SaveJob, *, keep: int, ranks: Ranks) -> Non
         ranks: The store's ranks.
 
     Raises:
-        CheckpointError: The step was not saved; the same on every rank.
+        SaveFailedError: The step was not saved, or not published; what it wrote is removed where that is possible;
+            the same on every rank.
+        RankError: A rank ended or does not answer, so that no other save can succeed.
 
     Collective: the store's group; every rank must call.
     """
-    step_dir = directory / folder.step_name(job.step)
+    step_dir, complete = directory / folder.step_name(job.step), False
     try:
-        ranks.together(lambda: _prepare(step_dir, job, ranks))
-        check_ranks_agree(job.staged, ranks.group)
-        files = ranks.together(lambda: _write_tensors(step_dir, job, ranks))
-        parts = ranks.gather((files, job.rank_state))
-        # After this line's barrier every file and the manifest are durable, so `latest` may name the step.
-        ranks.on_first(lambda: _publish_manifest(step_dir, job, parts))
-        ranks.on_first(lambda: folder.publish_latest(step_dir))
-        ranks.on_first(lambda: folder.delete_old_steps(step_dir, keep))
-    except CheckpointError as error:
-        raise CheckpointError(f"{step_dir}: not saved: {error} Steps saved before are untouched.") from error
+        failure = _failure(lambda: _complete(step_dir, job, ranks))
+        if failure is None:
+            complete = True
+            failure = _failure(lambda: _publish(step_dir, keep, ranks))
+        if failure is not None:
+            # After `together` no rank writes any more.
+            ranks.on_first(lambda: folder.clean_up_failed(step_dir, complete=complete))
     except Exception as error:  # what is left is communication; the step may be complete or not
-        raise CheckpointError(
+        raise RankError(
             f"{step_dir}: the save was cut short: another rank ended or does not answer ({error}). "
             "Resume: the newest complete step is found."
         ) from error
+    if failure is not None:
+        what = "complete, but not published" if complete else "not saved"
+        raise SaveFailedError(f"{step_dir}: {what}: {failure} Steps saved before are untouched.") from failure
 
 
 class _Writer(FileSystemWriter):
@@ -75,6 +88,36 @@ class _Writer(FileSystemWriter):
 
     def storage_meta(self) -> None:
         return None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # When a write fails, torch.save still ends its archive, and raises what that finds instead (torch 2.11).
+            cause = error.__context__
+            raise cause if isinstance(cause, OSError) else error from None
+
+
+def _failure(action: Callable[[], None]) -> CheckpointError | None:
+    try:
+        action()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _complete(step_dir: Path, job: SaveJob, ranks: Ranks) -> None:
+    ranks.together(lambda: _prepare(step_dir, job, ranks))
+    check_ranks_agree(job.staged, ranks.group)
+    files = ranks.together(lambda: _write_tensors(step_dir, job, ranks))
+    parts = ranks.gather((files, job.rank_state))
+    # After this line's barrier every file and the manifest are durable, so `latest` may name the step.
+    ranks.on_first(lambda: _publish_manifest(step_dir, job, parts))
+
+
+def _publish(step_dir: Path, keep: int, ranks: Ranks) -> None:
+    ranks.on_first(lambda: folder.publish_latest(step_dir))
+    ranks.on_first(lambda: folder.delete_old_steps(step_dir, keep))
 
 
 def _prepare(step_dir: Path, job: SaveJob, ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from moe_framework.checkpoint.manifest import Manifest
 from moe_framework.checkpoint.ranks import Ranks
 from moe_framework.checkpoint.save import SaveJob, write_step
 from moe_framework.checkpoint.staging import stage
-from moe_framework.errors import CheckpointError
+from moe_framework.errors import CheckpointError, RankError
 
 _logger = logging.getLogger(__name__)
 
@@ -38,12 +38,13 @@ class CheckpointStore:
 
     Attributes:
         save_stall_s: Seconds for which the last `save` kept the caller.
+        staging_s: Of these, the seconds for taking hold of the values: in the background, for copying them.
 
     Collective: the world, at construction; every rank must call.
     """
 
     def __init__(self, directory: Path, *, keep: int, async_save: bool, group: dist.ProcessGroup | None):
-        self.save_stall_s = 0.0
+        self.save_stall_s, self.staging_s = 0.0, 0.0
         self._directory = Path(directory)
         self._keep = keep
         self._ranks = Ranks(group)
@@ -69,19 +70,22 @@ class CheckpointStore:
             rank_state: JSON-able, this rank's own.
 
         Raises:
-            CheckpointError: This save or the one in the background before it failed; the same on every rank. The
-                steps saved before are untouched.
+            SaveFailedError: This save or the one in the background before it failed; the same on every rank. The
+                steps saved before are untouched, and another save may succeed.
+            RankError: A rank ended or does not answer.
 
         Collective: the store's group; every rank must call.
         """
         started = time.perf_counter()
         self.wait()
+        waited = time.perf_counter()
         try:
             # Through JSON and back: a copy that later changes don't reach, and what a reader will get.
             snapshot, rank_snapshot = json.loads(json.dumps([state, rank_state or {}]))
             job = SaveJob(step, stage(tensors, copy=self._executor is not None), snapshot, rank_snapshot)
         except Exception as error:  # one rank alone may run out of memory; the others wait for it in write_step
             job = SaveJob(step, {}, {}, {}, error)
+        self.staging_s = time.perf_counter() - waited
         if self._executor is None:
             self._write(job)
         else:
@@ -92,7 +96,8 @@ class CheckpointStore:
         """Wait for the save in the background, if there is one.
 
         Raises:
-            CheckpointError: It failed; the same on every rank.
+            SaveFailedError: It failed; the same on every rank.
+            RankError: A rank ended or does not answer.
 
         Collective: the store's group; every rank must call.
         """
@@ -107,7 +112,8 @@ class CheckpointStore:
             True if no rank is writing; the same on every rank.
 
         Raises:
-            CheckpointError: The save failed; the same on every rank, at the same call.
+            SaveFailedError: The save failed; the same on every rank, at the same call.
+            RankError: A rank ended or does not answer.
 
         Collective: the world; every rank must call.
         """
@@ -125,7 +131,8 @@ class CheckpointStore:
         """Wait for the save in the background and end its thread; call before the process group is destroyed.
 
         Raises:
-            CheckpointError: The save failed; the same on every rank.
+            SaveFailedError: The save failed; the same on every rank.
+            RankError: A rank ended or does not answer.
 
         Collective: the store's group; every rank must call.
         """
@@ -143,13 +150,14 @@ class CheckpointStore:
         """Close the store. After an error too the save in the background is completed, so that nothing is lost.
 
         Raises:
-            CheckpointError: The save failed, and there was no error before; the same on every rank.
+            SaveFailedError: The save failed, and there was no error before; the same on every rank.
+            RankError: A rank ended or does not answer, and there was no error before.
 
         Collective: the store's group; every rank must call.
         """
         try:
             self.close()
-        except CheckpointError as error:
+        except (CheckpointError, RankError) as error:
             if error_type is None:
                 raise
             _logger.warning("%s", error)

@@ -1,6 +1,7 @@
 """`metrics.jsonl`, one JSON object a step, and JSON files that are either whole or absent."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -9,9 +10,16 @@ from typing import Any, Self
 
 from moe_framework.errors import DataError
 
+_logger = logging.getLogger(__name__)
+
+# What a number that is filled in later takes in its line: as many characters as `.6g` needs at most.
+_OPEN = "null".ljust(12)
+
 
 class MetricsWriter:
     """Appends one line a step, so that the file never holds a step twice, also after a resume.
+
+    Lines that a full disk does not take are kept, and written once it does: training does not end for them.
 
     Args:
         path: The file; its folder must exist.
@@ -26,24 +34,58 @@ class MetricsWriter:
         self._path = Path(path)
         lines = [] if resume_step is None else _lines_up_to(self._path, resume_step)
         write_text_atomic(self._path, "".join(lines))
-        self._last_step = json.loads(lines[-1])["step"] if lines else -1
-        self._file = self._path.open("a", encoding="utf-8")
+        self._last_step, self._is_open = json.loads(lines[-1])["step"] if lines else -1, False
+        # Without a buffer of its own: after an error it would be unknown what it still holds.
+        self._file = self._path.open("ab", buffering=0)
+        self._unwritten = b""
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, Any], *, later: str | None = None) -> None:
         """Append a line and flush it, so that a killed process loses no finished step.
 
         Args:
             step: Optimizer steps done; greater than in the line before.
             values: JSON values; numbers that are not finite become null.
+            later: Name of a number that `fill` may add; null until then.
         """
         assert step > self._last_step, f"step {step} after step {self._last_step}"
-        self._file.write(_dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-        self._last_step = step
+        line = _dumps({"step": step, **values})
+        line = f'{line[:-1]}, "{later}": {_OPEN}}}\n' if later else f"{line}\n"
+        self._last_step, self._is_open = step, later is not None
+        self._append(line.encode())
+
+    def fill(self, step: int, value: float) -> None:
+        """Put the number that `write` left open into its line; nothing happens if that is not the last line.
+
+        The line keeps its length, so that a program that follows the file never meets a part of a line.
+
+        Args:
+            step: Of the line.
+            value: Finite.
+        """
+        if step != self._last_step or not self._is_open or self._unwritten:
+            return
+        self._is_open = False
+        try:
+            with self._path.open("r+b", buffering=0) as file:
+                file.seek(-len(_OPEN + "}\n"), os.SEEK_END)
+                file.write(f"{value:.6g}".ljust(len(_OPEN)).encode())
+        except OSError as error:
+            _logger.warning("%s: cannot be written (%s)", self._path, error)
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what is left, if there is room for it, and close the file."""
+        self._append(b"")
         self._file.close()
+
+    def _append(self, data: bytes) -> None:
+        was_stuck = bool(self._unwritten)
+        self._unwritten += data
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not was_stuck:
+                _logger.warning("%s: cannot be written (%s); the lines are kept and tried again", self._path, error)
 
     def __enter__(self) -> Self:
         """Return the writer."""
@@ -52,6 +94,15 @@ class MetricsWriter:
     def __exit__(self, *error: object) -> None:
         """Close the file."""
         self.close()
+
+
+def last_step(path: Path) -> int:
+    """Return the last step of which a metrics file tells; 0 without one."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except OSError:
+        return 0
+    return max((step for step in map(_step_of, lines[-2:]) if step is not None), default=0)
 
 
 def write_json_atomic(path: Path | str, obj: Any) -> None:

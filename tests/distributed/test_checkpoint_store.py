@@ -11,12 +11,17 @@ from tests.distributed import checkpoint_jobs as jobs
 from tests.unit.checkpoint.steps import rewrite_checksums
 
 
-def the_error(outcomes: list[tuple[str, str] | None]) -> str:
-    """The one CheckpointError that every rank raised."""
+def the_error(outcomes: list[tuple[str, str] | None], kind: str = "CheckpointError") -> str:
+    """The text of the one error that every rank raised."""
     assert len(set(outcomes)) == 1, outcomes
     assert outcomes[0] is not None
-    assert outcomes[0][0] == "CheckpointError", outcomes
+    assert outcomes[0][0] == kind, outcomes
     return outcomes[0][1]
+
+
+def the_failed_save(outcomes: list[tuple[str, str] | None]) -> str:
+    """The text of the one failed save that every rank heard of, and may go on after."""
+    return the_error(outcomes, "SaveFailedError")
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +137,14 @@ def test_crafted_tensor_file_runs_on_no_rank(ranks, saved, tmp_path):
 
 
 def test_shards_passed_as_plain_tensors_are_refused(ranks, tmp_path):
-    error = the_error(ranks.run_expecting_error(jobs.save_shards_as_plain_tensors, 2, tmp_path))
+    error = the_failed_save(ranks.run_expecting_error(jobs.save_shards_as_plain_tensors, 2, tmp_path))
     assert "'experts' is [2, 3] float32 a replica" in error
     assert "as a DTensor" in error
     assert ranks.run(jobs.latest, 1, tmp_path) == [None]
 
 
 def test_ranks_with_different_names_are_refused(ranks, tmp_path):
-    error = the_error(ranks.run_expecting_error(jobs.save_different_names, 2, tmp_path))
+    error = the_failed_save(ranks.run_expecting_error(jobs.save_different_names, 2, tmp_path))
     assert "'w0' is [2] float32" in error
     assert "missing on rank 1" in error
 
@@ -147,7 +152,9 @@ def test_ranks_with_different_names_are_refused(ranks, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_rank_that_cannot_stage_fails_all(ranks, tmp_path, rank, async_save):
-    error = the_error(ranks.run_expecting_error(jobs.save_unserialisable_on_one_rank, 2, tmp_path, rank, async_save))
+    error = the_failed_save(
+        ranks.run_expecting_error(jobs.save_unserialisable_on_one_rank, 2, tmp_path, rank, async_save)
+    )
     assert "TypeError" in error
 
 
@@ -164,7 +171,7 @@ def test_background_failure_is_the_same_error_on_every_rank(ranks, tmp_path, sur
 
 def test_unwritable_folder_is_the_same_error_on_every_rank(ranks, tmp_path):
     (tmp_path / "file").write_text("")
-    error = the_error(ranks.run_expecting_error(jobs.save_at, 2, tmp_path / "file", 2, 1, True))
+    error = the_failed_save(ranks.run_expecting_error(jobs.save_at, 2, tmp_path / "file", 2, 1, True))
     assert "not saved" in error
     assert str(tmp_path / "file") in error
 
@@ -179,7 +186,7 @@ def test_poll_reports_the_end_on_no_rank_before_all(ranks, tmp_path):
 
 
 def test_death_between_manifest_and_latest_resumes_from_the_new_step(ranks, tmp_path):
-    the_error(ranks.run_expecting_error(jobs.die_before_latest, 2, tmp_path))
+    the_failed_save(ranks.run_expecting_error(jobs.die_before_latest, 2, tmp_path))
     assert not (tmp_path / "latest").exists()
     assert ranks.run(jobs.latest, 2, tmp_path) == [tmp_path / "step_00000200"] * 2
     ranks.run(jobs.load_at, 1, tmp_path, 1, 1)

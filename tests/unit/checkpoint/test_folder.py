@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,38 @@ def test_step_that_latest_names_is_never_deleted(tmp_path):
     newest = publish(tmp_path, 3, 3, latest=False)
     folder.delete_old_steps(newest, keep=1)
     assert folder.complete_steps(tmp_path) == [named, newest]
+
+
+@pytest.mark.parametrize("content", [None, "", "step_00000001\n", "step_00000099\n", "../x", "\0"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_retention_keeps_the_newest_step_whatever_latest_and_the_clock_say(tmp_path, content, keep):
+    # A run that went back: the newest step has neither the highest number nor the latest time.
+    steps = [publish(tmp_path, number, publication) for publication, number in enumerate((1, 9, 2, 3), start=1)]
+    newest = steps[-1]
+    (tmp_path / "latest").unlink()
+    if content is not None:
+        (tmp_path / "latest").write_text(content)
+    for age, step_dir in enumerate(steps):
+        os.utime(step_dir, (1e9 - age, 1e9 - age))
+    folder.delete_old_steps(newest, keep)
+    expected = {newest} | ({steps[2]} if keep == 2 else set()) | ({steps[0]} if content == "step_00000001\n" else set())
+    assert set(folder.complete_steps(tmp_path)) == expected
+    assert folder.newest_step(tmp_path) == newest
+
+
+def test_retention_called_for_an_older_step_keeps_the_newest(tmp_path):
+    steps = [publish(tmp_path, number, number) for number in (1, 2, 3)]
+    (tmp_path / "latest").unlink()
+    folder.delete_old_steps(steps[0], keep=1)
+    assert folder.complete_steps(tmp_path) == [steps[0], steps[2]]
+
+
+def test_retention_leaves_steps_whose_manifest_it_cannot_read(tmp_path):
+    damaged = publish(tmp_path, 1, 1)
+    (damaged / "manifest.json").write_text("{")
+    publish(tmp_path, 2, 2)
+    folder.delete_old_steps(publish(tmp_path, 3, 3), keep=1)
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000003"]
 
 
 def test_deletion_that_a_crash_interrupted_leaves_no_step_and_is_finished_later(tmp_path, monkeypatch):

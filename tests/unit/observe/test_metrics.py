@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -6,6 +7,7 @@ import pytest
 
 from moe_framework.errors import DataError
 from moe_framework.observe.metrics import MetricsWriter, write_json_atomic
+from tests.helpers.mounts import small_disk
 
 
 def steps_in(path: Path) -> list[int]:
@@ -106,3 +108,53 @@ def test_a_failed_replacement_leaves_no_temporary(tmp_path: Path):
     with pytest.raises(IsADirectoryError):
         write_json_atomic(tmp_path / "summary.json", {})
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_number_that_comes_later_is_in_the_line_of_its_step_at_the_same_length(tmp_path: Path):
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path, None) as writer:
+        writer.write(1, {"loss": 0.5})
+        writer.write(2, {"loss": 0.25}, later="save_stall_ms")
+        before = path.read_bytes()
+        assert [json.loads(line) for line in before.splitlines()][1] == {"step": 2, "loss": 0.25, "save_stall_ms": None}
+        writer.fill(1, 7.0)
+        assert path.read_bytes() == before
+        writer.fill(2, 1234.5678)
+        writer.write(3, {"loss": 0.125})
+        writer.fill(2, 9.0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25, "save_stall_ms": 1234.57}, lines[2]]
+    assert lines[2] == {"step": 3, "loss": 0.125}
+    assert path.read_bytes().index(b'{"step": 3') == len(before)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9 / 3, 1e21 / 3, 12345678.9])
+def test_every_number_fits_the_place_left_for_it(tmp_path: Path, value: float):
+    with MetricsWriter(tmp_path / "m.jsonl", None) as writer:
+        writer.write(1, {}, later="x")
+        writer.fill(1, value)
+    assert json.loads((tmp_path / "m.jsonl").read_text())["x"] == pytest.approx(value, rel=1e-5)
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp_path: Path, caplog):
+    with small_disk(tmp_path / "disk", num_bytes=64 * 1024) as disk:
+        path, ballast = disk / "m.jsonl", disk / "ballast"
+        with MetricsWriter(path, None) as writer:
+            writer.write(1, {"text": "x" * 3000})
+            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            for step in (2, 3, 4):
+                writer.write(step, {"text": "x" * 3000}, later="stall")
+                writer.fill(step, 1.0)
+            # The first page of the file had room for a part of a line.
+            assert b'{"step": 2' in path.read_bytes()
+            assert not path.read_bytes().endswith(b"\n")
+            assert caplog.text.count("No space left on device") == 1
+            ballast.unlink()
+            writer.write(5, {"text": "y"}, later="stall")
+            writer.fill(5, 2.0)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+        assert [line.get("stall") for line in lines] == [None, None, None, None, 2.0]
+        assert [line["text"] for line in lines] == ["x" * 3000] * 4 + ["y"]

@@ -1,3 +1,4 @@
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -5,7 +6,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moe_framework.observe.tensorboard import TensorBoardWriter
+from moe_framework.observe.tensorboard import RETRY_S, TensorBoardWriter
+from tests.helpers.mounts import small_disk
 
 
 def curve(directory: Path, name: str) -> list[tuple[int, float]]:
@@ -47,6 +49,29 @@ def test_a_resumed_run_hides_the_steps_that_it_repeats(tmp_path: Path):
     resumed.scalars(3, {"loss": 30.0})
     resumed.close()
     assert curve(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, pytest.approx(30.0))]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_points_and_not_the_run(tmp_path: Path, caplog):
+    now = 0.0
+    with small_disk(tmp_path / "disk", num_bytes=64 * 1024) as disk:
+        writer = TensorBoardWriter(disk / "board", None, clock=lambda: now)
+        writer.scalars(1, {"loss": 1.0})
+        with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        many = {f"curve_{number}": 1.0 for number in range(100)}
+        for step in (2, 3, 4):
+            writer.scalars(step, many)
+            now += 0.6 * RETRY_S
+        assert caplog.text.count("TensorBoard misses points") == 1
+        (disk / "ballast").unlink()
+        now += RETRY_S
+        writer.scalars(5, {"loss": 5.0})
+        writer.close()
+        assert curve(disk / "board", "loss") == [(1, 1.0), (5, 5.0)]
+        # An attempt leaves an empty file: the one at step 3 was too early.
+        assert len(list((disk / "board").iterdir())) == 3
 
 
 def test_importing_the_module_does_not_import_tensorboard():

@@ -1,0 +1,45 @@
+"""Small file systems of a test's own, that can be full or read-only; the test is skipped where none may be mounted."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """Mount a file system in memory, and unmount it after the block.
+
+    Args:
+        folder: Where; it is made.
+        num_bytes: How much it holds, rounded up to pages.
+
+    Yields:
+        The folder.
+    """
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    if done.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        # Lazily: after a failed test a file may still be open.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+
+
+def set_writable(folder: Path, *, writable: bool) -> None:
+    """Remount a file system of `small_disk`'s read-only, or writable again; mode bits would not stop root."""
+    subprocess.run(["mount", "-o", f"remount,{'rw' if writable else 'ro'}", str(folder)], check=True)
+
+
+def used_bytes(folder: Path) -> int:
+    """Return what is taken of the file system that holds a folder."""
+    answer = subprocess.run(["df", "--output=used", "-B1", str(folder)], capture_output=True, text=True, check=True)
+    return int(answer.stdout.split()[-1])
