@@ -14,11 +14,10 @@ from moe_framework.config.load import help_for, load_config, parse_command_line,
 from moe_framework.config.schema import Config
 from moe_framework.config.validate import is_planned, planned_world_size, validate
 from moe_framework.distributed.runtime import LaunchEnvironment, launch_environment
-from moe_framework.errors import ConfigError, MoeFrameworkError
+from moe_framework.errors import ConfigError, ExitCode, MoeFrameworkError
 from moe_framework.train.dry_run import describe_sizes
 
 CONFIG_DIR = Path(__file__).resolve().parent / "configs"
-USER_ERROR_EXIT_CODE = 2
 
 # torchrun ends all ranks as soon as one has ended, so the silent ones give rank 0 this long to print, in seconds.
 SILENT_EXIT_DELAY_S = 5.0
@@ -31,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         argv: The arguments after the program's name.
 
     Returns:
-        The exit code: 0, or 2 for an error that the user can correct.
+        The exit code; see `ExitCode`.
 
     Collective: the world, once the configuration is valid; every rank must call.
     """
@@ -44,19 +43,19 @@ def main(argv: Sequence[str]) -> int:
         if command_line.show:
             if launch.rank == 0:
                 print(shown(command_line), flush=True)
-            return 0
+            return ExitCode.DONE
         config = load_valid_config(command_line, launch)
         if config.train.dry_run:
             if launch.rank == 0:
                 print(f"{to_yaml(config)}\n{describe_sizes(config)}", flush=True)
-            return 0
+            return ExitCode.DONE
         # torch takes seconds to import, so it comes after everything that can be wrong with the configuration.
         from moe_framework.train.run import run
 
         return run(config)
     except MoeFrameworkError as error:
         report(error, launch.rank)
-        return USER_ERROR_EXIT_CODE
+        return ExitCode.USER_ERROR
 
 
 def load_valid_config(command_line: CommandLine, launch: LaunchEnvironment) -> Config:

@@ -3,35 +3,46 @@
 from moe_framework.data.loader import TrainLoader, heldout_batches
 from moe_framework.errors import TrainingError
 from moe_framework.optim.schedule import learning_rate
+from moe_framework.resilience.lifeline import Lifeline
 from moe_framework.train.build import Training
 from moe_framework.train.evaluate import evaluate
-from moe_framework.train.persist import Position, save
+from moe_framework.train.persist import Position
 from moe_framework.train.report import Reporter
+from moe_framework.train.saving import Saver
 from moe_framework.train.step import Objective, StepResult, agree_on_counts, train_step
 
 
-def train(training: Training, position: Position, reporter: Reporter) -> None:
-    """Train from a position to `train.max_steps`, reporting, evaluating and saving on the way.
+def train(training: Training, position: Position, reporter: Reporter, saver: Saver, lifeline: Lifeline) -> Position:
+    """Train from a position to `train.max_steps`, or until a rank is told to stop; the end is saved.
 
     Args:
         training: The run.
         position: Where to start.
         reporter: Where figures go.
+        saver: Saves.
+        lifeline: Knows whether to stop, and hears that the run goes on.
+
+    Returns:
+        Where the run is; before `train.max_steps` if it was told to stop.
 
     Raises:
         DataError: The data of a rank ended; on every rank.
         TrainingError: Too many steps in a row were not finite; on every rank.
-        CheckpointError: A save failed; on every rank.
+        CheckpointError: Too many saves failed; on every rank.
 
     Collective: the world; every rank must call.
     """
-    config, num_bad = training.config, 0
+    config, num_bad, start = training.config, 0, position
     objective = Objective(config.moe.aux_loss_coeff, config.moe.z_loss_coeff)
     with training.loader(position.consumed_samples) as loader:
         for step in range(position.step + 1, config.train.max_steps + 1):
+            lifeline.begin_step(step)
             reporter.start_step()
             batches = _next_batches(loader)
-            counts = agree_on_counts(batches, training.mesh.world_group, copies=training.mesh.tp.size())
+            copies, stop = training.mesh.tp.size(), lifeline.told_to_stop
+            counts = agree_on_counts(batches, training.mesh.world_group, copies=copies, stop=stop)
+            if counts.stop:
+                break
             rate = _set_learning_rate(training, step - 1)
             result = train_step(
                 training.model,
@@ -42,16 +53,23 @@ def train(training: Training, position: Position, reporter: Reporter) -> None:
                 objective=objective,
                 clip_norm=config.optim.clip_norm,
             )
-            reporter.end_step(step, result, counts, rate)
-            num_bad = _check_finite(training, step, result, num_bad)
-            training.store.poll()
-            if _due(step, config.eval.every) and step < config.train.max_steps:
+            samples = range(position.consumed_samples, loader.consumed_samples)
+            position = Position(step, loader.consumed_samples)
+            reporter.end_step(step, result, counts, rate, samples)
+            num_bad = _check_finite(training, saver, position, result, num_bad)
+            saver.poll()
+            if step == config.train.max_steps:
+                break
+            if _due(step, config.eval.every):
+                lifeline.note("evaluation")
                 reporter.heldout(step, evaluate_heldout(training, config.eval.max_rows))
-            last = step == config.train.max_steps
-            if last or (num_bad == 0 and _due(step, config.checkpoint.every)):
-                save(training, Position(step, loader.consumed_samples))
-                reporter.saved(step, training.store.save_stall_s)
-    training.store.wait()
+            if num_bad == 0 and _due(step, config.checkpoint.every):
+                lifeline.note("save")
+                saver.save(position)
+    if position != start:
+        lifeline.note("last save")
+        saver.save_and_wait(position)
+    return position
 
 
 def evaluate_heldout(training: Training, max_rows: int = 0) -> float:
@@ -95,18 +113,17 @@ def _set_learning_rate(training: Training, steps_done: int) -> float:
     return rate
 
 
-def _check_finite(training: Training, step: int, result: StepResult, num_bad: int) -> int:
+def _check_finite(training: Training, saver: Saver, position: Position, result: StepResult, num_bad: int) -> int:
     """Count the steps in a row that were skipped, and stop after too many."""
     if result.applied:
         return 0
     limit = training.config.train.max_nonfinite_steps
     if num_bad + 1 < limit:
         return num_bad + 1
-    latest = training.store.latest_step()
     raise TrainingError(
-        f"loss={result.loss}, grad_norm={result.grad_norm} at step {step}: not finite for {num_bad + 1} steps in a "
-        f"row (train.max_nonfinite_steps={limit}). The weights are those before these steps; "
-        f"the last checkpoint is {latest.name if latest else 'none'}. Lower optim.lr or look at the data."
+        f"loss={result.loss}, grad_norm={result.grad_norm} at step {position.step}: not finite for {num_bad + 1} steps "
+        f"in a row (train.max_nonfinite_steps={limit}). The weights are those before these steps; "
+        f"the last checkpoint is {saver.newest()}. Lower optim.lr or look at the data."
     )
 
 

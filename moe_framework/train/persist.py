@@ -59,7 +59,8 @@ def save(training: Training, position: Position) -> None:
         position: Where it is.
 
     Raises:
-        CheckpointError: This or the previous save failed; on every rank.
+        SaveFailedError: This or the previous save failed; on every rank.
+        RankError: A rank ended or does not answer.
 
     Collective: the world; every rank must call.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_framework.config.schema import Config
 from moe_framework.distributed.runtime import Runtime
+from moe_framework.observe.loss_spike import LossSpikeAlarm
 from moe_framework.observe.metrics import MetricsWriter, write_json_atomic
 from moe_framework.observe.progress import Progress
 from moe_framework.observe.router_health import RouterHealthWindow, max_over_mean_load, router_health, router_scalars
@@ -36,14 +37,17 @@ class Reporter:
         self._device = runtime.device
         self._enabled = runtime.is_main
         self._log_every = config.train.log_every
+        self._max_steps, self._checkpoint = config.train.max_steps, config.checkpoint
         self._mfu_per_token_rate = mfu_per_token_rate
         self._timer = StepTimer()
         self._started = time.perf_counter()
         self._num_tokens, self._step_seconds = 0, 0.0
+        self._num_failed_saves = 0
         self._progress = Progress(
             config.train.max_steps, first_step, enabled=self._enabled, every=config.train.log_every
         )
         self._window = RouterHealthWindow()
+        self._spikes, self._num_skipped = LossSpikeAlarm(config.train.loss_spike_sigmas), 0
         if self._enabled:
             if first_step == 0:
                 _move_aside(directory / "metrics.jsonl")
@@ -54,7 +58,7 @@ class Reporter:
         """Begin to time a step."""
         self._timer.start()
 
-    def end_step(self, step: int, result: StepResult, counts: StepCounts, lr: float) -> None:
+    def end_step(self, step: int, result: StepResult, counts: StepCounts, lr: float, samples: range) -> None:
         """Record a step.
 
         Args:
@@ -62,6 +66,7 @@ class Reporter:
             result: What it did.
             counts: Its global counts.
             lr: Its learning rate.
+            samples: Global samples of its batch.
         """
         timing = self._timer.stop(counts.num_tokens)
         self._num_tokens += counts.num_tokens
@@ -81,14 +86,35 @@ class Reporter:
             "max_over_mean_load": max_over_mean_load(health),
             "peak_memory_bytes": peak_memory_bytes(self._device),
         }
-        skipped = {} if result.applied else {"skipped": True}
-        self._metrics.write(step, values | {"tokens": counts.num_tokens} | skipped)
-        if not result.applied:
-            self._progress.note(f"step {step}: loss or gradient norm not finite; the update was skipped")
+        alarms = self._alarms(step, result, samples)
+        saves = step == self._max_steps or (self._checkpoint.every > 0 and step % self._checkpoint.every == 0)
+        values_of_line = values | {"tokens": counts.num_tokens} | alarms
+        self._metrics.write(step, values_of_line, later="save_stall_ms" if saves else None)
         if step % self._log_every == 0:
             self._board.scalars(step, {f"train/{name}": value for name, value in values.items()})
             self._board.scalars(step, router_scalars(self._window.take()))
         self._progress.update(step, result.loss, timing.tokens_per_second)
+
+    def _alarms(self, step: int, result: StepResult, samples: range) -> dict[str, Any]:
+        """Say what is wrong with a step, and return what its line in metrics.jsonl says of it."""
+        batch = {"samples": [samples[0], samples[-1]]}
+        where = f"step {step}, samples {samples[0]} to {samples[-1]}"
+        if not result.applied:
+            self._num_skipped += 1
+            self._board.scalars(step, {"alarms/skipped_steps": self._num_skipped})
+            self._progress.note(
+                f"{where}: loss={result.loss}, grad_norm={result.grad_norm}: not finite; the update was skipped "
+                f"({self._num_skipped} skipped since this start)"
+            )
+            return {"skipped": True} | batch
+        height = self._spikes.height(result.loss)
+        if height is None:
+            return {}
+        self._board.scalars(step, {"alarms/loss_spike_sigmas": height})
+        self._progress.note(
+            f"{where}: loss {result.loss:.4f} is {height:.1f} standard deviations above the last steps'"
+        )
+        return {"loss_spike_sigmas": height} | batch
 
     def heldout(self, step: int, loss: float) -> None:
         """Record an evaluation: nats per target on the held-out region."""
@@ -97,9 +123,26 @@ class Reporter:
             self._progress.note(f"step {step}: held-out loss {loss:.4f}")
 
     def saved(self, step: int, stall_s: float) -> None:
-        """Record a save and for how many seconds it kept training waiting."""
+        """Record a save that was begun, and for how many seconds it kept training waiting."""
         if self._enabled:
+            self._metrics.fill(step, 1e3 * stall_s)
             self._board.scalars(step, {"checkpoint/save_stall_ms": 1e3 * stall_s})
+
+    def save_failed(self, step: int, reason: str, num_in_a_row: int) -> None:
+        """Say that a step was not saved.
+
+        Args:
+            step: The step.
+            reason: Why.
+            num_in_a_row: Saves that failed or were left out since the last good one, this one included.
+        """
+        self._num_failed_saves += 1
+        if self._enabled:
+            limit = self._checkpoint.max_failed_saves
+            told = "STEP %d IS NOT SAVED (%d in a row; more than checkpoint.max_failed_saves=%d end the run): %s"
+            logger.error(told, step, num_in_a_row, limit, reason)
+            self._board.scalars(step, {"checkpoint/failed_saves": self._num_failed_saves})
+            self._progress.note(f"step {step}: not saved ({num_in_a_row} in a row)")
 
     def summarise(self, values: dict[str, Any]) -> None:
         """Write summary.json and print it as one line.

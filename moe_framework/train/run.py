@@ -5,7 +5,6 @@ import errno
 import logging
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,22 +12,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_framework import __version__
 from moe_framework.config.load import to_yaml
 from moe_framework.config.schema import Config
 from moe_framework.data.markov import markov_losses
 from moe_framework.data.packing import split_regions
 from moe_framework.distributed.collectives import together
-from moe_framework.distributed.runtime import Runtime, launch_environment, start
-from moe_framework.errors import ConfigError
-from moe_framework.observe.metrics import write_json_atomic, write_text_atomic
+from moe_framework.distributed.failure import FirstFailure, default_store
+from moe_framework.distributed.runtime import LaunchEnvironment, Runtime, launch_environment, start
+from moe_framework.errors import ConfigError, ExitCode
+from moe_framework.observe.metrics import write_text_atomic
 from moe_framework.observe.throughput import flops_per_token, peak_flops, peak_rss_bytes
 from moe_framework.precision.modes import compute_format
+from moe_framework.resilience.heartbeat import open_heartbeat
+from moe_framework.resilience.lifeline import Lifeline
+from moe_framework.resilience.signals import StopRequest
+from moe_framework.resilience.watch import HangWatch
 from moe_framework.train.build import Training, build_training, checkpoint_dir, run_dir
 from moe_framework.train.loop import evaluate_heldout, train
 from moe_framework.train.model import count_parameters
 from moe_framework.train.persist import Position, resume
+from moe_framework.train.record import start_record
 from moe_framework.train.report import Reporter
+from moe_framework.train.saving import Saver
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ def run(config: Config) -> int:
         config: Validated for the ranks that were started.
 
     Returns:
-        The exit code, 0.
+        The exit code: see `ExitCode`.
 
     Raises:
         MoeFrameworkError: What a user can correct; the same on every rank.
@@ -49,18 +54,66 @@ def run(config: Config) -> int:
     """
     launch = launch_environment()
     _log_to_stderr(enabled=launch.rank == 0)
-    with start(launch, config.device, deterministic=config.train.deterministic) as runtime:
-        together(lambda: _make_directories(config) if runtime.is_main else None)
-        training = build_training(config, runtime)
-        with training.store:
-            position = resume(training)
-            reporter = together(lambda: _start_records(training, position))
-            try:
-                train(training, position, reporter)
+    failure = None
+    try:
+        with start(launch, config.device, deterministic=config.train.deterministic) as runtime:
+            failure = FirstFailure(default_store(), launch.rank)
+            with StopRequest(hopeless=failure.is_known, failed_code=ExitCode.FAILED) as stop, failure.telling():
+                code = _run(config, runtime, stop, failure)
+    except Exception:
+        if failure is None or not failure.told:
+            raise
+        failure.left()
+        return ExitCode.FAILED
+    return _told_to_launcher(code, launch)
+
+
+def _run(config: Config, runtime: Runtime, stop: StopRequest, failure: FirstFailure) -> ExitCode:
+    together(lambda: _make_directories(config) if runtime.is_main else None)
+    training = build_training(config, runtime)
+    with training.store, failure.telling():
+        position = resume(training)
+        record = start_record(training, position)
+        reporter = together(lambda: _start_reports(training, position))
+        try:
+            with record.ending(failure), _lifeline(training, stop) as lifeline, failure.telling():
+                saver = Saver(training, reporter)
+                end = train(training, position, reporter, saver, lifeline)
+                if end.step < config.train.max_steps:
+                    stop.obey()
+                    logger.warning("stopped on request after step %d; saved", end.step)
+                    record.end(ExitCode.STOPPED, step=end.step)
+                    return ExitCode.STOPPED
+                lifeline.note("summary")
                 _summarise(training, reporter)
-            finally:
-                reporter.close()
-    return 0
+                record.end(ExitCode.DONE, step=end.step)
+        finally:
+            reporter.close()
+    return ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _lifeline(training: Training, stop: StopRequest) -> Iterator[Lifeline]:
+    config, launch = training.config.resilience, training.runtime.launch
+    watch = HangWatch(
+        directory=run_dir(training.config) / "hang",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout_s=config.hang_timeout_s,
+        abort=config.abort_on_hang,
+    )
+    watch.attach(training.model)
+    with open_heartbeat(config.heartbeat, under_launcher=launch.ft_launcher) as heartbeat, watch:
+        yield Lifeline(stop, heartbeat, watch)
+
+
+def _told_to_launcher(code: ExitCode, launch: LaunchEnvironment) -> int:
+    """Return the exit code, or 0 if a launcher reads it from a file: its agent takes any other for a fault."""
+    if code != ExitCode.STOPPED or launch.exit_file is None:
+        return code
+    if launch.rank == 0:
+        write_text_atomic(launch.exit_file, f"{int(code)}\n")
+    return ExitCode.DONE
 
 
 def _log_to_stderr(*, enabled: bool) -> None:
@@ -95,13 +148,11 @@ def _writing(key: str, value: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def _start_records(training: Training, position: Position) -> Reporter:
-    """Write what the run is. Only after resuming, so that a refused start leaves the records of the run before it."""
+def _start_reports(training: Training, position: Position) -> Reporter:
     config, runtime, directory = training.config, training.runtime, run_dir(training.config)
     with _writing("run.dir", config.run.dir, directory):
         if runtime.is_main:
             write_text_atomic(directory / "config.yaml", to_yaml(config))
-            write_json_atomic(directory / "run.json", _record(runtime))
         return Reporter(
             config,
             runtime,
@@ -117,22 +168,6 @@ def _summarise(training: Training, reporter: Reporter) -> None:
     dist.all_reduce(peak_rss, op=dist.ReduceOp.MAX, group=training.runtime.checkpoint_group)
     baselines = _baselines(training) if training.runtime.is_main else {}
     reporter.summarise({"heldout_loss": heldout_loss} | baselines | {"peak_rss_bytes": peak_rss.item()})
-
-
-def _record(runtime: Runtime) -> dict:
-    """What the run is made of; never the environment."""
-    commit = None
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        logger.info("git commit not recorded: not run from a git checkout")
-    return {
-        "git_commit": commit,
-        "versions": {"moe_framework": __version__, "torch": torch.__version__},
-        "world_size": runtime.launch.world_size,
-        "device": runtime.device.type,
-    }
 
 
 def _mfu_per_token_rate(training: Training) -> float:

@@ -35,10 +35,12 @@ class StepCounts(NamedTuple):
     Attributes:
         num_targets: Tokens with a loss; divides the cross entropy.
         num_tokens: Tokens that are not padding; divides the router losses.
+        stop: Whether a rank was told to stop: the step is not to be done.
     """
 
     num_targets: int
     num_tokens: int
+    stop: bool = False
 
 
 class StepResult(NamedTuple):
@@ -63,13 +65,16 @@ class StepResult(NamedTuple):
     entropy_L: Tensor
 
 
-def agree_on_counts(batches: Sequence[Batch] | Exception, group: dist.ProcessGroup, *, copies: int = 1) -> StepCounts:
+def agree_on_counts(
+    batches: Sequence[Batch] | Exception, group: dist.ProcessGroup, *, copies: int = 1, stop: bool = False
+) -> StepCounts:
     """Sum the step's counts over ranks before its first forward pass, and stop together if one has no data.
 
     Args:
         batches: This rank's micro-batches, or the error that its loader raised.
         group: The data ranks, or all ranks.
         copies: Ranks of the group that have the same batches: tp, where it is all ranks.
+        stop: Whether this rank was told to stop.
 
     Returns:
         The global counts.
@@ -82,11 +87,11 @@ def agree_on_counts(batches: Sequence[Batch] | Exception, group: dist.ProcessGro
     error = batches if isinstance(batches, Exception) else None
     own = () if isinstance(batches, Exception) else batches
     # A host tensor, so that no GPU waits for it.
-    counts = torch.tensor([sum(b.num_targets for b in own), sum(b.num_tokens for b in own), int(error is not None)])
-    num_targets, num_tokens, num_failed = all_reduce_sum(counts, group).tolist()
+    totals = (sum(b.num_targets for b in own), sum(b.num_tokens for b in own), int(error is not None), int(stop))
+    num_targets, num_tokens, num_failed, num_stops = all_reduce_sum(torch.tensor(totals), group).tolist()
     if num_failed:
         raise_together(error, group)
-    return StepCounts(max(num_targets // copies, 1), max(num_tokens // copies, 1))
+    return StepCounts(max(num_targets // copies, 1), max(num_tokens // copies, 1), stop=num_stops > 0)
 
 
 def train_step(

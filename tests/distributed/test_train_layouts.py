@@ -8,7 +8,7 @@ from tests.distributed import train_jobs as jobs
 from tests.helpers.pool import RankPool
 from tests.helpers.tiny_runs import arguments, losses, metrics
 
-MEASURED = ("tokens_per_second", "mfu", "peak_memory_bytes")
+MEASURED = ("tokens_per_second", "mfu", "peak_memory_bytes", "save_stall_ms")
 TOLERANCE = 1e-5
 NUM_STEPS = 3
 

@@ -46,7 +46,7 @@ def rows_by_step(seen: list[jobs.Seen]) -> dict[int, dict[int, str]]:
 
 def exact(run_dir: Path) -> list[dict]:
     """Everything in metrics.jsonl that doesn't measure time or memory."""
-    measured = ("tokens_per_second", "mfu", "peak_memory_bytes")
+    measured = ("tokens_per_second", "mfu", "peak_memory_bytes", "save_stall_ms")
     return [{key: value for key, value in line.items() if key not in measured} for line in metrics(run_dir)]
 
 

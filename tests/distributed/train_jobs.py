@@ -8,9 +8,11 @@ import contextlib
 import hashlib
 import io
 import logging
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,10 +23,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import train_fsdp2_ep
+from moe_framework.checkpoint.folder import newest_step, step_number
 from moe_framework.checkpoint.state import optimizer_step
 from moe_framework.data.loader import Batch, TrainLoader
 from moe_framework.data.packing import Rows
-from moe_framework.train import loop, step
+from moe_framework.train import loop, saving, step
 from moe_framework.train import run as run_module
 from moe_framework.train.build import Training
 from moe_framework.train.persist import Position
@@ -94,10 +97,10 @@ def watch(arguments: list[str], *, stop_after: int | None = None, wait_for_save:
     training: Any = None
     first = 1
 
-    def train(started: Training, position: Position, reporter: Any) -> None:
+    def train(started: Training, position: Position, *others: Any) -> Position:
         nonlocal training, first
         training, seen.start, first = started, position, position.step + 1
-        real_train(started, position, reporter)
+        return real_train(started, position, *others)
 
     def next_step(loader: TrainLoader) -> list[Batch]:
         number = first + len(seen.rows)
@@ -132,7 +135,7 @@ def start_only(arguments: list[str]) -> tuple[Position, int, dict[str, Tensor], 
     """
     found: list[Any] = []
 
-    def train(training: Training, position: Position, reporter: Any) -> None:
+    def train(training: Training, position: Position, *_: Any) -> None:
         parameters = {name: _whole(p) for name, p in training.model.named_parameters()}
         found.extend((position, optimizer_step(training.optimizer), parameters))
         raise CutOffError
@@ -146,7 +149,7 @@ def start_only(arguments: list[str]) -> tuple[Position, int, dict[str, Tensor], 
 def draw_after_saving(arguments: list[str], step_number: int) -> list[float]:
     """Run until a step is saved, each rank with random generators of its own; return what they give next."""
     drawn: list[float] = []
-    real_save = loop.save
+    real_save = saving.save
     _seed(100 + dist.get_rank())
 
     def save(training: Training, position: Position) -> None:
@@ -158,7 +161,7 @@ def draw_after_saving(arguments: list[str], step_number: int) -> list[float]:
             dist.barrier()
             raise CutOffError
 
-    with mock.patch.object(loop, "save", save):
+    with mock.patch.object(saving, "save", save):
         command(arguments)
     return drawn
 
@@ -168,7 +171,7 @@ def draw_after_resuming(arguments: list[str]) -> list[float]:
     drawn: list[float] = []
     _seed(0)
 
-    def train(training: Training, position: Position, reporter: Any) -> None:
+    def train(training: Training, position: Position, *_: Any) -> None:
         drawn.extend(_draw())
         raise CutOffError
 
@@ -214,6 +217,28 @@ def diverge(arguments: list[str], *, bad_steps: list[int], on_rank: int) -> Seen
         return watch(arguments)
 
 
+def signalled(arguments: list[str], *, number: int, on_rank: int, in_step: int) -> Seen:
+    """Run the entry point; one rank gets a signal in the middle of a step."""
+    real = step.accumulate_gradients
+    rank, current = dist.get_rank(), _first_step(arguments) - 1
+
+    def accumulate_gradients(*args: Any) -> Any:
+        nonlocal current
+        current += 1
+        if current == in_step and rank == on_rank:
+            os.kill(os.getpid(), number)
+        return real(*args)
+
+    with mock.patch.object(step, "accumulate_gradients", accumulate_gradients):
+        return watch(arguments)
+
+
+def signalled_under_launcher(arguments: list[str], exit_file: Path, **options: Any) -> Seen:
+    """Run the entry point as `signalled` does, with a launcher that reads the exit code from a file."""
+    with mock.patch.dict(os.environ, {"MOE_EXIT_FILE": str(exit_file)}):
+        return signalled(arguments, **options)
+
+
 def parameter_digest(model: torch.nn.Module) -> str:
     """SHA-256 of this rank's part of every parameter."""
     digest = hashlib.sha256()
@@ -241,6 +266,12 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+
+
+def _first_step(arguments: list[str]) -> int:
+    chosen = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    latest = newest_step(Path(chosen["run.dir"]) / chosen["run.name"] / "checkpoints")
+    return 1 if latest is None else 1 + (step_number(latest) or 0)
 
 
 def _draw() -> list[float]:

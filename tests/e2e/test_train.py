@@ -31,6 +31,7 @@ METRICS = {
     "tokens",
 }
 BASELINES = {"uniform_loss", "markov1_loss", "markov3_loss", "markov_best_loss"}
+RECORD = {"git_commit", "versions", "world_size", "layout", "device", "experts_backend", "config", "starts"}
 SUMMARY = {"heldout_loss", *BASELINES, "tokens_per_second", "wall_s", "peak_rss_bytes"}
 
 
@@ -61,13 +62,17 @@ def test_sanity_leaves_the_documented_run_directory(sanity):
     assert (run_dir / "checkpoints/latest").read_text() == "step_00000006\n"
     assert [path.stat().st_size > 0 for path in (run_dir / "tensorboard").iterdir()] == [True]
     record = json.loads((run_dir / "run.json").read_text())
-    assert record.keys() == {"git_commit", "versions", "world_size", "device"}
+    assert record.keys() == RECORD
     assert record["world_size"] == 2
+    assert record["layout"]["ep"] == 2
+    assert [(start["reason"], start["ended"]["code"]) for start in record["starts"]] == [("first start", 0)]
 
 
 def test_sanity_learns_and_measures_every_step(sanity):
     lines = metrics(sanity[0])
-    assert [line.keys() for line in lines] == [METRICS] * 6
+    assert [line.keys() - METRICS for line in lines] == [set(), set(), {"save_stall_ms"}] * 2
+    assert all(line.keys() >= METRICS for line in lines)
+    assert lines[2]["save_stall_ms"] > 0
     assert list(losses(sanity[0])) == list(range(1, 7))
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[-1]["loss"] < lines[0]["loss"]

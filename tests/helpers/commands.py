@@ -84,9 +84,9 @@ def started(command: list[str], log: Path) -> Iterator[Command]:
         running.kill()
 
 
-def torchrun(num_ranks: int, arguments: list[str]) -> list[str]:
+def torchrun(num_ranks: int, arguments: list[str], script: str = SCRIPT) -> list[str]:
     """Return the documented command for several ranks."""
-    return [str(Path(sys.executable).with_name("torchrun")), f"--nproc_per_node={num_ranks}", SCRIPT, *arguments]
+    return [str(Path(sys.executable).with_name("torchrun")), f"--nproc_per_node={num_ranks}", script, *arguments]
 
 
 def python(arguments: list[str]) -> list[str]:

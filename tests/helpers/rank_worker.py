@@ -74,6 +74,8 @@ def serve(connection: Connection, stack_path: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides what Ctrl-C means
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Decided when torch first communicates, and so for all jobs: the hang reports of some show what was recorded.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -35,7 +35,7 @@ def lines(directory: Path) -> list[dict]:
 
 def record(own: Reporter, step: int, result: StepResult = RESULT) -> None:
     own.start_step()
-    own.end_step(step, result, COUNTS, 3e-4)
+    own.end_step(step, result, COUNTS, 3e-4, range(8 * step, 8 * step + 8))
 
 
 def test_a_line_says_what_the_step_did(tmp_path):
@@ -61,7 +61,22 @@ def test_a_line_says_what_the_step_did(tmp_path):
     }
     assert second["skipped"] is True
     assert second["loss"] is None
-    assert second.keys() - first.keys() == {"skipped"}
+    assert second.keys() - first.keys() == {"skipped", "samples"}
+    assert second["samples"] == [16, 23]
+
+
+def test_a_loss_that_stands_out_is_told_with_its_batch(tmp_path, capsys):
+    own = reporter(tmp_path)
+    for step in range(1, 31):
+        record(own, step, replace_result(loss=2.0 + 0.1 * (step % 2)))
+    record(own, 31, replace_result(loss=9.0))
+    own.close()
+    last = lines(tmp_path)[-1]
+    assert last["samples"] == [248, 255]
+    assert last["loss_spike_sigmas"] > 100
+    assert not any("loss_spike_sigmas" in line for line in lines(tmp_path)[:-1])
+    height = f"{last['loss_spike_sigmas']:.1f}"
+    assert f"step 31, samples 248 to 255: loss 9.0000 is {height} standard deviations" in capsys.readouterr().out
 
 
 def replace_result(**changes: Any) -> StepResult:
@@ -96,7 +111,7 @@ def test_a_skipped_step_is_told(tmp_path, capsys):
     own.heldout(1, 1.4)
     own.close()
     printed = capsys.readouterr().out
-    assert "step 1: loss or gradient norm not finite; the update was skipped" in printed
+    assert "step 1, samples 8 to 15: loss=1.25, grad_norm=inf: not finite; the update was skipped" in printed
     assert "step 1: held-out loss 1.4000" in printed
 
 

@@ -43,12 +43,16 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def test_counts_are_summed_over_micro_batches(mesh: ParallelMesh):
     batches = [batch_of(0, 1), batch_of(2, 3)]
     counts = agree_on_counts(batches, mesh.data_group)
-    assert counts == (sum(b.num_targets for b in batches), 24 + 17 + 3 + 14)
+    assert counts == (sum(b.num_targets for b in batches), 24 + 17 + 3 + 14, False)
 
 
 def test_counts_of_padding_alone_can_divide(mesh: ParallelMesh):
     rng = np.random.default_rng(0)
-    assert agree_on_counts([collate([random_row(rng, [], 24, 13)], (0,))], mesh.data_group) == (1, 1)
+    assert agree_on_counts([collate([random_row(rng, [], 24, 13)], (0,))], mesh.data_group) == (1, 1, False)
+
+
+def test_a_rank_that_was_told_to_stop_says_so_with_its_counts(mesh: ParallelMesh):
+    assert agree_on_counts([batch_of(0, 1)], mesh.data_group, stop=True).stop
 
 
 def test_the_loaders_error_is_raised_as_it_is(mesh: ParallelMesh):

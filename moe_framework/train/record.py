@@ -1,0 +1,282 @@
+"""`run.json`: what a run is made of, and each of its starts: when, where, from which step, and how it ended.
+
+Rank 0 reads and writes it. It never holds the environment.
+"""
+
+import hashlib
+import json
+import logging
+import platform
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_framework import __version__
+from moe_framework.config.load import to_dict, to_yaml
+from moe_framework.distributed.collectives import together
+from moe_framework.distributed.failure import FirstFailure
+from moe_framework.errors import ExitCode, MoeFrameworkError, RankError, TrainingError
+from moe_framework.observe.metrics import last_step, write_json_atomic
+from moe_framework.train.build import Training, run_dir
+from moe_framework.train.persist import Position
+
+logger = logging.getLogger(__name__)
+
+NAME = "run.json"
+METRICS = "metrics.jsonl"
+PACKAGES = ("torch", "numpy", "transformer-engine", "torchao", "nvidia-resiliency-ext")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    Attributes:
+        time: UTC, ISO 8601.
+        reason: Why it was started, as far as the files tell.
+        step: Steps done before it.
+        world_size: Ranks.
+        hosts: Host of each rank, named once each.
+        config_digest: Of the configuration; starts with another one are another attempt.
+        died_in_step: The step in which the start before it died; None if it did not.
+        ended: `time`, `code`, `step` and `error`; None while it runs, and for ever if it was killed.
+    """
+
+    time: str
+    reason: str
+    step: int
+    world_size: int
+    hosts: list[str]
+    config_digest: str
+    died_in_step: int | None = None
+    ended: dict[str, Any] | None = None
+
+
+class RunRecord:
+    """The record of a run, whose newest start is this one.
+
+    Args:
+        directory: The run's folder; it exists.
+        facts: What the run is made of; None on the ranks that do not write.
+    """
+
+    def __init__(self, directory: Path, facts: Mapping[str, Any] | None):
+        self._path = directory / NAME
+        self._facts = facts
+        self._starts = read_starts(directory)
+
+    def begin(
+        self,
+        *,
+        step: int,
+        last_step_seen: int,
+        hosts: list[str],
+        config_digest: str,
+        max_failures_per_step: int,
+        samples_of: Callable[[int], range],
+    ) -> None:
+        """Add a start and write the record; refuse to go on when start after start died in the same step.
+
+        Args:
+            step: Steps done before it.
+            last_step_seen: Last step of which the start before wrote figures.
+            hosts: Host of each rank.
+            config_digest: Of the configuration.
+            max_failures_per_step: `resilience.max_failures_per_step`.
+            samples_of: Gives the samples of a step.
+
+        Raises:
+            TrainingError: That many starts in a row, of one configuration, died in one step; nothing is written.
+        """
+        before = self._starts[-1] if self._starts else None
+        died = last_step_seen + 1 if before is not None and is_failure(before) else None
+        start = Start(
+            time=_now(),
+            reason=_reason(before, died, self._path.parent),
+            step=step,
+            world_size=len(hosts),
+            hosts=list(dict.fromkeys(hosts)),
+            config_digest=config_digest,
+            died_in_step=died,
+        )
+        starts = [*self._starts, start]
+        if died is not None and deaths_in_a_row(starts) >= max_failures_per_step:
+            raise TrainingError(_died_again(starts, samples_of(died), max_failures_per_step))
+        self._starts = starts
+        self._write()
+
+    def end(self, code: int, *, step: int | None, error: str | None = None) -> None:
+        """Write how the newest start ended.
+
+        Args:
+            code: Exit code.
+            step: Steps done.
+            error: The error's type and first line.
+        """
+        if self._facts is not None:
+            ended = {"time": _now(), "code": int(code), "step": step, "error": error}
+            self._starts[-1] = replace(self._starts[-1], ended=ended)
+            self._write()
+
+    @contextmanager
+    def ending(self, failure: FirstFailure) -> Iterator[None]:
+        """Write how the start ended if an error ends the block.
+
+        Args:
+            failure: Knows what the rank said that failed first.
+        """
+        try:
+            yield
+        except Exception as error:
+            own = isinstance(error, MoeFrameworkError) and not isinstance(error, RankError)
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.end(
+                ExitCode.USER_ERROR if own else ExitCode.FAILED,
+                step=last_step(self._path.with_name(METRICS)),
+                error=line if own else failure.first() or line,
+            )
+            raise
+
+    def _write(self) -> None:
+        assert self._facts is not None
+        write_json_atomic(self._path, {**self._facts, "starts": [asdict(one) for one in self._starts]})
+
+
+def start_record(training: Training, position: Position) -> RunRecord:
+    """Record a start, once it is known where it continues: one that was refused before leaves no trace.
+
+    Args:
+        training: The run.
+        position: Where it continues.
+
+    Returns:
+        The record.
+
+    Raises:
+        TrainingError: Too many starts died in one step; on every rank.
+        ConfigError: The record cannot be written; on every rank.
+
+    Collective: the world; every rank must call.
+    """
+    config, runtime = training.config, training.runtime
+    hosts: list[str] = [""] * runtime.launch.world_size
+    dist.all_gather_object(hosts, socket.gethostname(), group=runtime.checkpoint_group)
+
+    def samples_of(step: int) -> range:
+        size = config.train.global_batch_size
+        first = position.consumed_samples + (step - position.step - 1) * size
+        return range(first, first + size)
+
+    def begin() -> RunRecord:
+        directory = run_dir(config)
+        record = RunRecord(directory, _facts(training) if runtime.is_main else None)
+        if runtime.is_main:
+            record.begin(
+                step=position.step,
+                last_step_seen=last_step(directory / METRICS),
+                hosts=hosts,
+                config_digest=hashlib.sha256(to_yaml(config).encode()).hexdigest(),
+                max_failures_per_step=config.resilience.max_failures_per_step,
+                samples_of=samples_of,
+            )
+        return record
+
+    return together(begin)
+
+
+def read_starts(directory: Path) -> list[Start]:
+    """Return the starts that a run's record has, oldest first; none if there is no record that can be read."""
+    try:
+        return [Start(**one) for one in json.loads((directory / NAME).read_text())["starts"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s: earlier starts are not known (%s)", directory / NAME, error)
+        return []
+
+
+def is_failure(start: Start) -> bool:
+    """Whether a start ended in a way that starting again may cure: killed, or with an unexpected error."""
+    return start.ended is None or start.ended["code"] in (ExitCode.FAILED, ExitCode.HUNG)
+
+
+def deaths_in_a_row(starts: list[Start]) -> int:
+    """Return how many starts before the newest died in the step in which the last of them did.
+
+    Starts of another configuration are another attempt.
+    """
+    newest, count = starts[-1], 0
+    # What a start died of is written with its successor.
+    for start, successor in zip(reversed(starts[:-1]), reversed(starts), strict=False):
+        same = start.config_digest == newest.config_digest and successor.died_in_step == newest.died_in_step
+        if newest.died_in_step is None or not same:
+            break
+        count += 1
+    return count
+
+
+def _died_again(starts: list[Start], samples: range, limit: int) -> str:
+    errors = [one.ended["error"] for one in starts if one.ended and one.ended["error"]]
+    return (
+        f"resilience.max_failures_per_step={limit}: the last {deaths_in_a_row(starts)} starts all died in step "
+        f"{starts[-1].died_in_step}, whose batch is samples {samples[0]} to {samples[-1]}. "
+        f"{f'Last error: {errors[-1]}.' if errors else 'They left no error: killed, or out of memory.'} "
+        "Look at that batch and at the ranks' logs. To go on, change the configuration, or set "
+        "resilience.max_failures_per_step higher."
+    )
+
+
+def _facts(training: Training) -> dict[str, Any]:
+    """What a run is made of."""
+    config, device = training.config, training.runtime.device
+    versions = {"moe_framework": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "git_commit": _git_commit(),
+        "versions": versions,
+        "world_size": training.runtime.launch.world_size,
+        "layout": asdict(config.parallel),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "experts_backend": training.experts_backend,
+        "config": to_dict(config),
+    }
+
+
+def _reason(before: Start | None, died_in_step: int | None, directory: Path) -> str:
+    if before is None:
+        return "first start"
+    if before.ended is None:
+        return f"the ranks were killed or lost in step {died_in_step}"
+    code = before.ended["code"]
+    return {
+        ExitCode.DONE: "started again after it was done",
+        ExitCode.STOPPED: f"stopped on request after step {before.ended['step']}",
+        ExitCode.HUNG: f"hung in step {died_in_step}: {directory / 'hang'}",
+        ExitCode.FAILED: f"failed in step {died_in_step}: {before.ended['error']}",
+    }.get(code, f"started again after {before.ended['error']}")
+
+
+def _git_commit() -> str | None:
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        logger.info("git commit not recorded: not run from a git checkout")
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
