@@ -5,6 +5,8 @@ The monitor ends a rank that it has not heard from for too long, and the launche
 
 import contextlib
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol, Self
@@ -87,6 +89,47 @@ class Heartbeat:
             self.close()
 
 
+class BackgroundClient:
+    """Sends from a thread of its own: on a busy host the monitor, another process, may take a while to answer.
+
+    A rank that hangs asks for no message, so that the monitor notices it all the same.
+
+    Args:
+        client: A connected client.
+    """
+
+    def __init__(self, client: MonitorClient):
+        self._client = client
+        self._error: Exception | None = None
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def send_heartbeat(self) -> None:
+        """Ask for a message.
+
+        Raises:
+            Exception: The message before could not be sent.
+        """
+        if self._error is not None:
+            raise self._error
+        self._asked.put(True)
+
+    def shutdown_workload_monitoring(self) -> None:
+        """End the connection, once what was asked for is sent."""
+        self._asked.put(False)
+        self._thread.join(ANSWER_TIMEOUT_S)
+        self._client.shutdown_workload_monitoring()
+
+    def _send(self) -> None:
+        while self._asked.get():
+            try:
+                self._client.send_heartbeat()
+            except Exception as error:  # raised by the next call
+                self._error = error
+                return
+
+
 def open_heartbeat(mode: str, *, under_launcher: bool) -> Heartbeat:
     """Connect to this rank's monitor.
 
@@ -122,4 +165,4 @@ def open_heartbeat(mode: str, *, under_launcher: bool) -> Heartbeat:
     except Exception as error:
         logger.warning("no heartbeats: the launcher's monitor of this rank does not answer (%s)", error)
         return Heartbeat()
-    return Heartbeat(client)
+    return Heartbeat(BackgroundClient(client))

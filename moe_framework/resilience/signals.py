@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Self
 
 # Slurm and torchrun's agent may each pass the same request on to a rank; so soon after the first it is not a second.
-SAME_REQUEST_S = 1.0
+SAME_REQUEST_S = 2.0
 HOPELESS_S = 5.0
 
 

@@ -23,7 +23,7 @@ from moe_framework.errors import ConfigError, ExitCode
 from moe_framework.observe.metrics import write_text_atomic
 from moe_framework.observe.throughput import flops_per_token, peak_flops, peak_rss_bytes
 from moe_framework.precision.modes import compute_format
-from moe_framework.resilience.heartbeat import open_heartbeat
+from moe_framework.resilience.heartbeat import Heartbeat, open_heartbeat
 from moe_framework.resilience.lifeline import Lifeline
 from moe_framework.resilience.signals import StopRequest
 from moe_framework.resilience.watch import HangWatch
@@ -58,8 +58,12 @@ def run(config: Config) -> int:
     try:
         with start(launch, config.device, deterministic=config.train.deterministic) as runtime:
             failure = FirstFailure(default_store(), launch.rank)
-            with StopRequest(hopeless=failure.is_known, failed_code=ExitCode.FAILED) as stop, failure.telling():
-                code = _run(config, runtime, stop, failure)
+            with (
+                StopRequest(hopeless=failure.is_known, failed_code=ExitCode.FAILED) as stop,
+                failure.telling(),
+                open_heartbeat(config.resilience.heartbeat, under_launcher=launch.ft_launcher) as heartbeat,
+            ):
+                code = _run(config, runtime, stop, heartbeat, failure)
     except Exception:
         if failure is None or not failure.told:
             raise
@@ -68,7 +72,7 @@ def run(config: Config) -> int:
     return _told_to_launcher(code, launch)
 
 
-def _run(config: Config, runtime: Runtime, stop: StopRequest, failure: FirstFailure) -> ExitCode:
+def _run(config: Config, runtime: Runtime, stop: StopRequest, heartbeat: Heartbeat, failure: FirstFailure) -> ExitCode:
     together(lambda: _make_directories(config) if runtime.is_main else None)
     training = build_training(config, runtime)
     with training.store, failure.telling():
@@ -76,7 +80,7 @@ def _run(config: Config, runtime: Runtime, stop: StopRequest, failure: FirstFail
         record = start_record(training, position)
         reporter = together(lambda: _start_reports(training, position))
         try:
-            with record.ending(failure), _lifeline(training, stop) as lifeline, failure.telling():
+            with record.ending(failure), _lifeline(training, stop, heartbeat) as lifeline, failure.telling():
                 saver = Saver(training, reporter)
                 end = train(training, position, reporter, saver, lifeline)
                 if end.step < config.train.max_steps:
@@ -93,7 +97,7 @@ def _run(config: Config, runtime: Runtime, stop: StopRequest, failure: FirstFail
 
 
 @contextlib.contextmanager
-def _lifeline(training: Training, stop: StopRequest) -> Iterator[Lifeline]:
+def _lifeline(training: Training, stop: StopRequest, heartbeat: Heartbeat) -> Iterator[Lifeline]:
     config, launch = training.config.resilience, training.runtime.launch
     watch = HangWatch(
         directory=run_dir(training.config) / "hang",
@@ -103,7 +107,7 @@ def _lifeline(training: Training, stop: StopRequest) -> Iterator[Lifeline]:
         abort=config.abort_on_hang,
     )
     watch.attach(training.model)
-    with open_heartbeat(config.heartbeat, under_launcher=launch.ft_launcher) as heartbeat, watch:
+    with watch:
         yield Lifeline(stop, heartbeat, watch)
 
 

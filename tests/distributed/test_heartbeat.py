@@ -6,8 +6,9 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,23 +64,51 @@ def test_a_beat_costs_less_than_a_thousandth_of_a_step_and_outlives_a_monitor_th
     said: list[str] = []
     monkeypatch.setattr(module.logger, "warning", lambda text, *arguments: said.append(text % arguments))
     monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", ANSWER_TIMEOUT_S)
+    answered = count_answers(monkeypatch)
     with open_heartbeat("nvrx", under_launcher=True) as heartbeat:
         silent = median_s(heartbeat, 2000)
         heartbeat._clock = Clock()
         sent = median_s(heartbeat, 200)
+        wait_until(lambda: len(answered) >= 200)
         with capsys.disabled():
-            print(f"\na message takes {1e6 * sent:.0f} µs, a call that sends none {1e6 * silent:.2f} µs")
+            print(
+                f"\na message takes {1e6 * statistics.median(answered):.0f} µs in its thread, the call that asks for it"
+            )
+            print(f"{1e6 * sent:.2f} µs, a call that asks for none {1e6 * silent:.2f} µs")
         assert said == []
-        assert sent > 5 * silent
-        # At most one call in MIN_INTERVAL_S sends.
-        assert silent / SHORT_STEP_S + sent / MIN_INTERVAL_S < MAX_SHARE
+        # At most one call in MIN_INTERVAL_S sends; with the time of its thread, which may take it from the step.
+        assert silent / SHORT_STEP_S + (sent + statistics.median(answered)) / MIN_INTERVAL_S < MAX_SHARE
         os.kill(monitor, signal.SIGSTOP)
         began = time.monotonic()
-        for _ in range(3):
+        while not said:
+            assert time.monotonic() - began < 3 * ANSWER_TIMEOUT_S
+            before = time.monotonic()
             heartbeat.beat()
-        assert time.monotonic() - began < 2 * ANSWER_TIMEOUT_S
+            assert time.monotonic() - before < ANSWER_TIMEOUT_S / 2
+            time.sleep(0.01)
+        heartbeat.beat()
         assert len(said) == 1
         assert said[0].startswith("no more heartbeats")
+
+
+def count_answers(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list that gets, with each message that the monitor has answered, how long that took, in seconds."""
+    real, answered = fault_tolerance.RankMonitorClient.send_heartbeat, []
+
+    def send_heartbeat(client: Any) -> None:
+        began = time.perf_counter()
+        real(client)
+        answered.append(time.perf_counter() - began)
+
+    monkeypatch.setattr(fault_tolerance.RankMonitorClient, "send_heartbeat", send_heartbeat)
+    return answered
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def median_s(heartbeat: Heartbeat, number: int) -> float:

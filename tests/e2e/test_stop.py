@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from moe_framework.errors import ExitCode
+from moe_framework.resilience.signals import SAME_REQUEST_S
 from tests.helpers.commands import Command, started, torchrun
 from tests.helpers.tiny_runs import arguments, losses, step_numbers
 from tools.soaking.faults import EXCEPTION, Fault, write_plan
@@ -47,7 +48,7 @@ def test_sigterm_to_torchrun_saves_and_ends_and_a_second_signal_ends_at_once(tmp
         # A rank that waits for another one cannot reach the end of its step.
         os.kill(ranks[0], signal.SIGSTOP)
         os.kill(ranks[1], signal.SIGUSR1)
-        time.sleep(1.5)
+        time.sleep(SAME_REQUEST_S + 0.5)
         assert ranks[1] in command.ranks().values()
         os.kill(ranks[1], signal.SIGUSR1)
         deadline = time.monotonic() + 5

@@ -1,11 +1,12 @@
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from moe_framework.errors import ConfigError, DependencyError
 from moe_framework.resilience import heartbeat as module
-from moe_framework.resilience.heartbeat import ANSWER_TIMEOUT_S, Heartbeat, open_heartbeat
+from moe_framework.resilience.heartbeat import ANSWER_TIMEOUT_S, BackgroundClient, Heartbeat, open_heartbeat
 
 PACKAGE = "nvidia_resiliency_ext.fault_tolerance"
 
@@ -126,6 +127,21 @@ def test_a_monitor_that_fails_is_warned_of_once_and_ends_nothing(warnings: list[
     assert warnings == [
         "no more heartbeats: this rank's monitor hangs, or has ended as it does at SIGUSR1 (send failed)"
     ]
+
+
+def test_a_message_that_is_not_answered_holds_nobody_up_and_its_failure_is_raised_by_a_later_call():
+    answered, client = threading.Event(), FakeClient(failing="send")
+    client.send_heartbeat = lambda: (answered.wait(10), FakeClient.send_heartbeat(client))[1]
+    background = BackgroundClient(client)
+    background.send_heartbeat()
+    background.send_heartbeat()
+    assert client.calls == []
+    answered.set()
+    background._thread.join(5)
+    with pytest.raises(ConnectionResetError, match="send failed"):
+        background.send_heartbeat()
+    background.shutdown_workload_monitoring()
+    assert client.calls == ["send", "shutdown"]
 
 
 def test_a_monitor_that_does_not_answer_at_the_start_is_warned_of(warnings: list[str], monkeypatch: pytest.MonkeyPatch):

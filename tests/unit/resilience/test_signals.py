@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from moe_framework.resilience.signals import HOPELESS_S, StopRequest
+from moe_framework.resilience.signals import HOPELESS_S, SAME_REQUEST_S, StopRequest
 
 FAILED = 1
 
@@ -47,7 +47,7 @@ def test_a_request_that_was_obeyed_is_followed_by_any_number():
 def child(body: str) -> subprocess.Popen:
     program = f"""
         import os, signal, sys, threading, time
-        from moe_framework.resilience.signals import HOPELESS_S, StopRequest
+        from moe_framework.resilience.signals import HOPELESS_S, SAME_REQUEST_S, StopRequest
         {body}
         print("ready", flush=True)
         threading.Event().wait(60) if sys.argv[1:] else time.sleep(60)
@@ -65,7 +65,7 @@ def test_a_second_signal_ends_the_process_at_once_and_says_so():
     body = "StopRequest(hopeless=lambda: False, failed_code=1).__enter__(); lock = threading.Lock(); lock.acquire()"
     process = child(body)
     process.send_signal(signal.SIGUSR1)
-    time.sleep(1.2)
+    time.sleep(SAME_REQUEST_S + 0.2)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     _, text = process.communicate(timeout=5)
