@@ -291,8 +291,7 @@ class ResilienceConfig:
 
     Attributes:
         hang_timeout_s: Seconds without progress on a rank, be it one layer, after which every rank writes what it
-            was doing to `run.dir`/`run.name`/hang; four times as many in a save, an evaluation and the summary; 0 for
-            no such watch. Longer than the first step takes to compile.
+            was doing to `run.dir`/`run.name`/hang; 0 for no such watch. Longer than the first step takes to compile.
         abort_on_hang: End the ranks after the report, so that a launcher can start them again.
         heartbeat: `auto` (where NVRx's ft_launcher started the ranks), `nvrx`, or `off`: tell the launcher's monitor
             that the rank is alive, so that it can end and restart a hung one.

@@ -19,8 +19,6 @@ from moe_framework.resilience.hang_report import RankReport, report_of, to_text
 from moe_framework.resilience.hooks import watch_model
 from moe_framework.resilience.marks import TRAINING, MarkLog
 
-# Saves and summaries are one place each, however long they take.
-PATIENCE_OUTSIDE_TRAINING = 4
 # The ranks fall silent within a step or so of each other; a rank that is dead or stopped costs the whole wait.
 MAX_GRACE_S = 60.0
 MIN_GRACE_S = 2.0
@@ -68,7 +66,7 @@ class HangWatch:
         directory: Folder of the reports; made when there is one to write.
         rank: This rank.
         world_size: Number of ranks.
-        timeout_s: Seconds without progress in a training step, and four times as many elsewhere; 0 for no watch.
+        timeout_s: Seconds without progress; 0 for no watch.
         abort: End the process with `ExitCode.HUNG` after the report. Without it, the watch goes on.
         end_process: Ends it; another one is for tests.
     """
@@ -93,10 +91,6 @@ class HangWatch:
         self._ended = threading.Event()
         self._reported = False
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
-
-    @property
-    def _limit_s(self) -> float:
-        return self._timeout_s * (1 if self._log.part == TRAINING else PATIENCE_OUTSIDE_TRAINING)
 
     @property
     def _enabled(self) -> bool:
@@ -155,7 +149,7 @@ class HangWatch:
             seconds = silence.observe(time.monotonic(), newest)
             if self._reported and seconds == 0.0:
                 self._go_on()
-            if not self._reported and seconds >= self._limit_s:
+            if not self._reported and seconds >= self._timeout_s:
                 self._reported = True
                 self._try(partial(self._report_hang, seconds))
                 # Other ranks that wait for this one see its progress too, and go on.
