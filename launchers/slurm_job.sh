@@ -35,7 +35,9 @@ mkdir -p "$log_dir"
 
 # Rank 0 writes 75 here when the ranks have stopped because they were told to, after saving.
 export MOE_EXIT_FILE=$log_dir/exit_code
-rm -f "$MOE_EXIT_FILE"
+# This script makes it when it is told to stop, for ranks that are just being started and hear no signal yet.
+export MOE_STOP_FILE=$log_dir/stop
+rm -f "$MOE_EXIT_FILE" "$MOE_STOP_FILE"
 
 # Before each line of the ranks' output.
 # shellcheck disable=SC2016
@@ -62,7 +64,7 @@ run_step() {
     fi
 
     [[ ! -f $MOE_EXIT_FILE ]] || told=$(<"$MOE_EXIT_FILE")
-    rm -f "$MOE_EXIT_FILE"
+    rm -f "$MOE_EXIT_FILE" "$MOE_STOP_FILE"
     [[ $told == 75 ]] || exit "$code"
     # Of a job that was cancelled, or that Slurm requeues itself, nothing is left to do.
     if [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING ]]; then

@@ -92,6 +92,11 @@ class CheckpointStore:
             self._in_flight = self._executor.submit(self._write, job)
         self.save_stall_s = time.perf_counter() - started
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is writing in the background; another rank may still be when it no longer is."""
+        return self._in_flight is not None and not self._in_flight.done()
+
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
 
@@ -147,7 +152,7 @@ class CheckpointStore:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        """Close the store. After an error too the save in the background is completed, so that nothing is lost.
+        """Close the store. After an error too the save in the background is waited for, so that nothing is lost.
 
         Raises:
             SaveFailedError: The save failed, and there was no error before; the same on every rank.

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ TE_FUSION_FLAG = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 
 # Where rank 0 tells the launcher's script that the ranks stopped because they were told to, after saving.
 EXIT_FILE = "MOE_EXIT_FILE"
+STOP_FILE = "MOE_STOP_FILE"
 
 # Set by NVRx's ft_launcher in its ranks.
 FT_MONITOR_SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
@@ -51,6 +52,7 @@ class LaunchEnvironment:
         launched: True under torchrun, ft_launcher or srun; False for plain `python`, which is one rank.
         init_method: Where the ranks meet, such as `tcp://node1:10042`; None where torchrun's variables say it.
         exit_file: Where rank 0 writes the exit code of a stop on request, or None: the ranks then exit with it.
+        stop_file: A file that is there if the ranks were told to stop before they could hear a signal, or None.
         ft_launcher: Whether NVRx's ft_launcher started the ranks and monitors them.
     """
 
@@ -61,6 +63,7 @@ class LaunchEnvironment:
     launched: bool = False
     init_method: str | None = None
     exit_file: Path | None = None
+    stop_file: Path | None = None
     ft_launcher: bool = False
 
 
@@ -98,10 +101,10 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         ConfigError: Some of torchrun's variables, or of a job step's, are missing or no integers.
     """
     environ = os.environ if environ is None else environ
-    exit_file = Path(environ[EXIT_FILE]) if environ.get(EXIT_FILE) else None
+    exit_file, stop_file = _path(environ, EXIT_FILE), _path(environ, STOP_FILE)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        return _slurm_environment(environ, exit_file)
+        return replace(_slurm_environment(environ), exit_file=exit_file, stop_file=stop_file)
     missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
         raise ConfigError(f"environment: {', '.join(missing)} not set although others of torchrun's are. Use torchrun.")
@@ -116,14 +119,19 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         local_world_size,
         launched=True,
         exit_file=exit_file,
+        stop_file=stop_file,
         ft_launcher=bool(environ.get(FT_MONITOR_SOCKET)),
     )
 
 
-def _slurm_environment(environ: Mapping[str, str], exit_file: Path | None) -> LaunchEnvironment:
+def _path(environ: Mapping[str, str], name: str) -> Path | None:
+    return Path(environ[name]) if environ.get(name) else None
+
+
+def _slurm_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     step = slurm_step(environ)
     if step is None:
-        return LaunchEnvironment(exit_file=exit_file)
+        return LaunchEnvironment()
     # An IPv6 address is told from its port by brackets.
     host = f"[{step.master_addr}]" if ":" in step.master_addr else step.master_addr
     return LaunchEnvironment(
@@ -133,7 +141,6 @@ def _slurm_environment(environ: Mapping[str, str], exit_file: Path | None) -> La
         step.local_world_size,
         launched=True,
         init_method=f"tcp://{host}:{step.master_port}",
-        exit_file=exit_file,
     )
 
 
@@ -253,3 +260,17 @@ def start(
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def set_timeouts(timeout_s: float) -> None:
+    """Set the longest wait of every process group of this rank: a mesh's have torch's own, ten minutes on NCCL.
+
+    Args:
+        timeout_s: Seconds.
+    """
+    from torch.distributed import distributed_c10d
+
+    # Private in torch 2.11, where a mesh takes no timeout.
+    for group in list(distributed_c10d._world.pg_map):
+        if isinstance(group, distributed_c10d.ProcessGroup):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

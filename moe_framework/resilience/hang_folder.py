@@ -98,6 +98,7 @@ class HangFolder:
             "suspects": diagnosis.suspects,
             "absent": diagnosis.absent,
             "written_by": written_by,
+            "hung": any(report.is_of_hang for report in reports.values()),
         }
         _write(self.path / _SUMMARY, json.dumps(summary, indent=2) + "\n")
         _write(self.page_path, text)
@@ -106,6 +107,20 @@ class HangFolder:
     def is_merged(self, since_ns: int) -> bool:
         """Whether the page of this hang is there."""
         return _written_since(self.page_path, since_ns)
+
+
+def hung_since(path: Path, time_s: float) -> bool:
+    """Whether a folder has the report of a hang, and not of an error of a collective, from after a time.
+
+    Args:
+        path: The folder; it need not exist.
+        time_s: Seconds since the epoch.
+    """
+    try:
+        summary = path / _SUMMARY
+        return summary.stat().st_mtime >= time_s and bool(json.loads(summary.read_text(encoding="utf-8"))["hung"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _written_since(path: Path, since_ns: int) -> bool:

@@ -21,6 +21,10 @@ NUM_MARKS_SHOWN = 24
 NUM_COLLECTIVES_SHOWN = 10
 
 
+# How the reason of a report begins where the rank was silent.
+SILENT = "no progress"
+
+
 @dataclass(frozen=True)
 class ThreadStack:
     """One thread's Python stack.
@@ -74,6 +78,11 @@ class RankReport:
     note: str
     exchange: Exchange | None
     stacks: list[ThreadStack]
+
+    @property
+    def is_of_hang(self) -> bool:
+        """Whether the rank reports because it was silent, and not because a collective failed."""
+        return self.reason.startswith(SILENT)
 
     @property
     def place(self) -> Place:

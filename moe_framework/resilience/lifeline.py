@@ -1,5 +1,7 @@
 """What the training loop tells of itself, and asks: one object for signals, heartbeat and hang watch."""
 
+from collections.abc import Iterable, Iterator
+
 from moe_framework.resilience.heartbeat import Heartbeat
 from moe_framework.resilience.signals import StopRequest
 from moe_framework.resilience.watch import HangWatch
@@ -33,3 +35,9 @@ class Lifeline:
         """Say that something other than a step begins, such as an evaluation."""
         self._heartbeat.beat()
         self._watch.note(activity)
+
+    def beating[T](self, items: Iterable[T]) -> Iterator[T]:
+        """Give the items on, and say with each that the rank goes on; for work that marks its own progress."""
+        for item in items:
+            self._heartbeat.beat()
+            yield item

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Self
 
@@ -22,6 +23,7 @@ class StopRequest:
     inside a collective for as long as that lasts, and Python's own handlers would wait for it.
 
     Args:
+        stop_file: If it is there, the request was made before the block began; None for no such file.
         hopeless: Asked at a SIGTERM: whether a step boundary will never come, as after another rank failed. The process
             is then ended soon, unless it does so by itself.
         failed_code: Exit code in that case.
@@ -29,7 +31,8 @@ class StopRequest:
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-    def __init__(self, *, hopeless: Callable[[], bool], failed_code: int):
+    def __init__(self, stop_file: Path | None = None, *, hopeless: Callable[[], bool], failed_code: int):
+        self._stop_file = stop_file
         self._hopeless = hopeless
         self._failed_code = failed_code
         self._first: tuple[signal.Signals, float] | None = None
@@ -56,6 +59,9 @@ class StopRequest:
         self._old_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
         self._thread.start()
+        # After the handlers are there, so that a request comes by one way or the other.
+        if self._stop_file is not None and self._stop_file.exists():
+            self._hear(signal.SIGUSR1)
         return self
 
     def __exit__(self, *_: object) -> None:

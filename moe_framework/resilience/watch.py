@@ -15,7 +15,7 @@ from moe_framework.errors import ExitCode
 from moe_framework.model.decoder import Decoder
 from moe_framework.resilience.collectives import is_of_collectives
 from moe_framework.resilience.hang_folder import HangFolder
-from moe_framework.resilience.hang_report import RankReport, report_of, to_text
+from moe_framework.resilience.hang_report import SILENT, RankReport, report_of, to_text
 from moe_framework.resilience.hooks import watch_model
 from moe_framework.resilience.marks import TRAINING, MarkLog
 
@@ -164,7 +164,7 @@ class HangWatch:
             self._try(self._folder.set_aside)
 
     def _report_hang(self, seconds: float) -> None:
-        report = self._report(f"no progress for {seconds:.1f} s (resilience.hang_timeout_s={self._timeout_s:g})")
+        report = self._report(f"{SILENT} for {seconds:.1f} s (resilience.hang_timeout_s={self._timeout_s:g})")
         since_ns = report.marks[-1].time_ns
         if self._is_merger(since_ns):
             self._merge(report, since_ns)

@@ -62,21 +62,21 @@ def train(training: Training, position: Position, reporter: Reporter, saver: Sav
                 break
             if _due(step, config.eval.every):
                 lifeline.note("evaluation")
-                reporter.heldout(step, evaluate_heldout(training, config.eval.max_rows))
+                reporter.heldout(step, evaluate_heldout(training, lifeline, config.eval.max_rows))
             if num_bad == 0 and _due(step, config.checkpoint.every):
                 lifeline.note("save")
                 saver.save(position)
     if position != start:
-        lifeline.note("last save")
         saver.save_and_wait(position)
     return position
 
 
-def evaluate_heldout(training: Training, max_rows: int = 0) -> float:
+def evaluate_heldout(training: Training, lifeline: Lifeline, max_rows: int = 0) -> float:
     """Return the loss on the held-out region, in nats per target.
 
     Args:
         training: The run.
+        lifeline: Hears of each batch.
         max_rows: Rows to use, evenly spread; 0 for all.
 
     Collective: the world; every rank must call.
@@ -88,7 +88,7 @@ def evaluate_heldout(training: Training, max_rows: int = 0) -> float:
         num_data_ranks=training.mesh.num_data_ranks,
         max_rows=max_rows,
     )
-    return evaluate(training.model, batches, mesh=training.mesh, device=training.runtime.device)
+    return evaluate(training.model, lifeline.beating(batches), mesh=training.mesh, device=training.runtime.device)
 
 
 def _next_batches(loader: TrainLoader):

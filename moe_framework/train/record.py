@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import platform
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +27,16 @@ from moe_framework.distributed.collectives import together
 from moe_framework.distributed.failure import FirstFailure
 from moe_framework.errors import ExitCode, MoeFrameworkError, RankError, TrainingError
 from moe_framework.observe.metrics import last_step, write_json_atomic
+from moe_framework.resilience.hang_folder import hung_since
 from moe_framework.train.build import Training, run_dir
+from moe_framework.train.folders import writing
 from moe_framework.train.persist import Position
 
 logger = logging.getLogger(__name__)
 
 NAME = "run.json"
 METRICS = "metrics.jsonl"
+INTERRUPTED = 128 + signal.SIGINT
 PACKAGES = ("torch", "numpy", "transformer-engine", "torchao", "nvidia-resiliency-ext")
 
 
@@ -122,10 +126,15 @@ class RunRecord:
             step: Steps done.
             error: The error's type and first line.
         """
-        if self._facts is not None:
-            ended = {"time": _now(), "code": int(code), "step": step, "error": error}
-            self._starts[-1] = replace(self._starts[-1], ended=ended)
+        if self._facts is None:
+            return
+        self._starts[-1] = replace(
+            self._starts[-1], ended={"time": _now(), "code": int(code), "step": step, "error": error}
+        )
+        try:
             self._write()
+        except OSError as failure:  # what the run did, and its exit code, do not depend on this
+            logger.warning("%s: how this start ended is not recorded (%s)", self._path, failure)
 
     @contextmanager
     def ending(self, failure: FirstFailure) -> Iterator[None]:
@@ -136,6 +145,9 @@ class RunRecord:
         """
         try:
             yield
+        except KeyboardInterrupt:
+            self.end(INTERRUPTED, step=last_step(self._path.with_name(METRICS)), error="KeyboardInterrupt")
+            raise
         except Exception as error:
             own = isinstance(error, MoeFrameworkError) and not isinstance(error, RankError)
             line = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -180,14 +192,15 @@ def start_record(training: Training, position: Position) -> RunRecord:
         directory = run_dir(config)
         record = RunRecord(directory, _facts(training) if runtime.is_main else None)
         if runtime.is_main:
-            record.begin(
-                step=position.step,
-                last_step_seen=last_step(directory / METRICS),
-                hosts=hosts,
-                config_digest=hashlib.sha256(to_yaml(config).encode()).hexdigest(),
-                max_failures_per_step=config.resilience.max_failures_per_step,
-                samples_of=samples_of,
-            )
+            with writing("run.dir", config.run.dir, directory / NAME):
+                record.begin(
+                    step=position.step,
+                    last_step_seen=last_step(directory / METRICS),
+                    hosts=hosts,
+                    config_digest=hashlib.sha256(to_yaml(config).encode()).hexdigest(),
+                    max_failures_per_step=config.resilience.max_failures_per_step,
+                    samples_of=samples_of,
+                )
         return record
 
     return together(begin)
@@ -205,8 +218,8 @@ def read_starts(directory: Path) -> list[Start]:
 
 
 def is_failure(start: Start) -> bool:
-    """Whether a start ended in a way that starting again may cure: killed, or with an unexpected error."""
-    return start.ended is None or start.ended["code"] in (ExitCode.FAILED, ExitCode.HUNG)
+    """Whether a start ended in a way that starting again may cure: killed, hung, or with an unexpected error."""
+    return start.ended is None or start.ended["code"] == ExitCode.FAILED
 
 
 def deaths_in_a_row(starts: list[Start]) -> int:
@@ -258,13 +271,15 @@ def _facts(training: Training) -> dict[str, Any]:
 def _reason(before: Start | None, died_in_step: int | None, directory: Path) -> str:
     if before is None:
         return "first start"
+    if before.ended is None and hung_since(directory / "hang", datetime.fromisoformat(before.time).timestamp()):
+        return f"hung in step {died_in_step}; {directory / 'hang'} has the reports"
     if before.ended is None:
         return f"the ranks were killed or lost in step {died_in_step}"
     code = before.ended["code"]
     return {
         ExitCode.DONE: "started again after it was done",
         ExitCode.STOPPED: f"stopped on request after step {before.ended['step']}",
-        ExitCode.HUNG: f"hung in step {died_in_step}: {directory / 'hang'}",
+        INTERRUPTED: "interrupted at the keyboard",
         ExitCode.FAILED: f"failed in step {died_in_step}: {before.ended['error']}",
     }.get(code, f"started again after {before.ended['error']}")
 

@@ -158,7 +158,10 @@ class Reporter:
         else:
             timing |= _timing_before(self._directory / "summary.json")
         summary = values | timing
-        write_json_atomic(self._directory / "summary.json", summary)
+        try:
+            write_json_atomic(self._directory / "summary.json", summary)
+        except OSError as error:  # the run is done and saved
+            logger.error("%s is not written (%s); its content is below", self._directory / "summary.json", error)
         self._progress.note("  ".join(f"{name}={_short(value)}" for name, value in summary.items()))
 
     def close(self) -> None:

@@ -1,13 +1,10 @@
 """A whole run: start the ranks' process group, build, resume, train, evaluate, summarise."""
 
 import contextlib
-import errno
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,9 +14,9 @@ from moe_framework.config.schema import Config
 from moe_framework.data.markov import markov_losses
 from moe_framework.data.packing import split_regions
 from moe_framework.distributed.collectives import together
-from moe_framework.distributed.failure import FirstFailure, default_store
-from moe_framework.distributed.runtime import LaunchEnvironment, Runtime, launch_environment, start
-from moe_framework.errors import ConfigError, ExitCode
+from moe_framework.distributed.failure import FirstFailure
+from moe_framework.distributed.runtime import LaunchEnvironment, Runtime, launch_environment, set_timeouts, start
+from moe_framework.errors import ExitCode
 from moe_framework.observe.metrics import write_text_atomic
 from moe_framework.observe.throughput import flops_per_token, peak_flops, peak_rss_bytes
 from moe_framework.precision.modes import compute_format
@@ -27,7 +24,8 @@ from moe_framework.resilience.heartbeat import Heartbeat, open_heartbeat
 from moe_framework.resilience.lifeline import Lifeline
 from moe_framework.resilience.signals import StopRequest
 from moe_framework.resilience.watch import HangWatch
-from moe_framework.train.build import Training, build_training, checkpoint_dir, run_dir
+from moe_framework.train.build import Training, build_training, run_dir
+from moe_framework.train.folders import make_directories, writing
 from moe_framework.train.loop import evaluate_heldout, train
 from moe_framework.train.model import count_parameters
 from moe_framework.train.persist import Position, resume
@@ -36,6 +34,9 @@ from moe_framework.train.report import Reporter
 from moe_framework.train.saving import Saver
 
 logger = logging.getLogger(__name__)
+
+# Of gloo and NCCL; longer than the hang watch waits, whose report would be lost with the process.
+COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 def run(config: Config) -> int:
@@ -54,12 +55,14 @@ def run(config: Config) -> int:
     """
     launch = launch_environment()
     _log_to_stderr(enabled=launch.rank == 0)
-    failure = None
+    failure, code = None, ExitCode.FAILED
+    timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * config.resilience.hang_timeout_s)
     try:
-        with start(launch, config.device, deterministic=config.train.deterministic) as runtime:
-            failure = FirstFailure(default_store(), launch.rank)
+        with start(launch, config.device, deterministic=config.train.deterministic, timeout_s=timeout_s) as runtime:
+            failure = FirstFailure.of_this_start(runtime.checkpoint_group)
             with (
-                StopRequest(hopeless=failure.is_known, failed_code=ExitCode.FAILED) as stop,
+                failure,
+                StopRequest(launch.stop_file, hopeless=failure.is_known, failed_code=ExitCode.FAILED) as stop,
                 failure.telling(),
                 open_heartbeat(config.resilience.heartbeat, under_launcher=launch.ft_launcher) as heartbeat,
             ):
@@ -67,32 +70,30 @@ def run(config: Config) -> int:
     except Exception:
         if failure is None or not failure.told:
             raise
-        failure.left()
-        return ExitCode.FAILED
+    finally:
+        if failure is not None:
+            failure.left()
     return _told_to_launcher(code, launch)
 
 
 def _run(config: Config, runtime: Runtime, stop: StopRequest, heartbeat: Heartbeat, failure: FirstFailure) -> ExitCode:
-    together(lambda: _make_directories(config) if runtime.is_main else None)
+    together(lambda: make_directories(config) if runtime.is_main else None)
     training = build_training(config, runtime)
+    set_timeouts(max(COLLECTIVE_TIMEOUT_S, 2 * config.resilience.hang_timeout_s))
     with training.store, failure.telling():
         position = resume(training)
         record = start_record(training, position)
-        reporter = together(lambda: _start_reports(training, position))
-        try:
-            with record.ending(failure), _lifeline(training, stop, heartbeat) as lifeline, failure.telling():
-                saver = Saver(training, reporter)
-                end = train(training, position, reporter, saver, lifeline)
+        with record.ending(failure), failure.telling():
+            reporter = together(lambda: _start_reports(training, position))
+            with contextlib.closing(reporter), _lifeline(training, stop, heartbeat) as lifeline, failure.telling():
+                end = train(training, position, reporter, Saver(training, reporter, lifeline), lifeline)
                 if end.step < config.train.max_steps:
                     stop.obey()
                     logger.warning("stopped on request after step %d; saved", end.step)
                     record.end(ExitCode.STOPPED, step=end.step)
                     return ExitCode.STOPPED
-                lifeline.note("summary")
-                _summarise(training, reporter)
+                _summarise(training, reporter, lifeline)
                 record.end(ExitCode.DONE, step=end.step)
-        finally:
-            reporter.close()
     return ExitCode.DONE
 
 
@@ -115,8 +116,14 @@ def _told_to_launcher(code: ExitCode, launch: LaunchEnvironment) -> int:
     """Return the exit code, or 0 if a launcher reads it from a file: its agent takes any other for a fault."""
     if code != ExitCode.STOPPED or launch.exit_file is None:
         return code
-    if launch.rank == 0:
-        write_text_atomic(launch.exit_file, f"{int(code)}\n")
+    try:
+        if launch.rank == 0:
+            write_text_atomic(launch.exit_file, f"{int(code)}\n")
+    except OSError as error:
+        logger.error(
+            "%s cannot be written (%s), so that the launcher is told with the exit code", launch.exit_file, error
+        )
+        return code
     return ExitCode.DONE
 
 
@@ -129,32 +136,9 @@ def _log_to_stderr(*, enabled: bool) -> None:
     package.propagate = False
 
 
-def _make_directories(config: Config) -> None:
-    """Make the folders of the run and of its checkpoints, before any long work."""
-    folders = [("run.dir", config.run.dir, run_dir(config))]
-    if config.checkpoint.ckpt_dir is not None:
-        folders.append(("checkpoint.ckpt_dir", config.checkpoint.ckpt_dir, checkpoint_dir(config)))
-    for key, value, directory in folders:
-        with _writing(key, value, directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(directory, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "not writable")
-
-
-@contextlib.contextmanager
-def _writing(key: str, value: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{key}={value}: cannot write {path} ({os.strerror(error.errno or 0)}). "
-            f"Set {key} to a folder that can be written."
-        ) from error
-
-
 def _start_reports(training: Training, position: Position) -> Reporter:
     config, runtime, directory = training.config, training.runtime, run_dir(training.config)
-    with _writing("run.dir", config.run.dir, directory):
+    with writing("run.dir", config.run.dir, directory):
         if runtime.is_main:
             write_text_atomic(directory / "config.yaml", to_yaml(config))
         return Reporter(
@@ -166,8 +150,9 @@ def _start_reports(training: Training, position: Position) -> Reporter:
         )
 
 
-def _summarise(training: Training, reporter: Reporter) -> None:
-    heldout_loss = evaluate_heldout(training)
+def _summarise(training: Training, reporter: Reporter, lifeline: Lifeline) -> None:
+    lifeline.note("summary")
+    heldout_loss = evaluate_heldout(training, lifeline)
     peak_rss = torch.tensor(peak_rss_bytes())
     dist.all_reduce(peak_rss, op=dist.ReduceOp.MAX, group=training.runtime.checkpoint_group)
     baselines = _baselines(training) if training.runtime.is_main else {}

@@ -5,6 +5,7 @@ import time
 
 from moe_framework.checkpoint.save import SaveFailedError
 from moe_framework.errors import CheckpointError
+from moe_framework.resilience.lifeline import Lifeline
 from moe_framework.train.build import Training, checkpoint_dir
 from moe_framework.train.persist import Position, save
 from moe_framework.train.report import Reporter
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 # Before a retry of the last save; doubled each time. Slurm gives a job that it stops about a minute.
 RETRY_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 60.0
+WAIT_S = 0.05
 
 
 class Saver:
@@ -24,15 +27,17 @@ class Saver:
     Args:
         training: The run; `checkpoint.max_failed_saves` says how much it bears.
         reporter: Hears of every save and of every failure.
+        lifeline: Hears, while a save is waited for, that it is still being written.
 
     Attributes:
         num_failed: Saves in a row that failed or were left out.
     """
 
-    def __init__(self, training: Training, reporter: Reporter):
+    def __init__(self, training: Training, reporter: Reporter, lifeline: Lifeline):
         self.num_failed = 0
         self._training = training
         self._reporter = reporter
+        self._lifeline = lifeline
         self._limit = training.config.checkpoint.max_failed_saves
         self._begun: int | None = None  # the step whose save has not been seen to end
         self._saved: int | None = None  # the last step whose save was
@@ -96,7 +101,8 @@ class Saver:
             return
         for retry in range(self._limit + 1):
             if retry:
-                time.sleep(RETRY_PAUSE_S * 2 ** (retry - 1))
+                self._lifeline.note("pause before a save is tried again")
+                time.sleep(min(RETRY_PAUSE_S * 2 ** (retry - 1), LONGEST_PAUSE_S))
             if self._try_to_save(position, wait=True):
                 return
         raise self._too_many(f"The last step, {position.step}, must be saved, and {self._limit} retries failed too")
@@ -121,7 +127,7 @@ class Saver:
         try:
             save(self._training, position)
             if wait:
-                self._training.store.wait()
+                self._wait_for_store()
         except SaveFailedError as error:
             self._note_failure(position.step, str(error))
             return False
@@ -134,11 +140,18 @@ class Saver:
     def _wait(self) -> None:
         """Wait for the save in the background; its failure is counted and said, but does not end the run here."""
         try:
-            self._training.store.wait()
+            self._wait_for_store()
         except SaveFailedError as error:
             self._note_failure(self._take_begun(), str(error))
         else:
             self._note_success()
+
+    def _wait_for_store(self) -> None:
+        # Writing is no hang, however long it takes; where it hangs, the store's own collectives time out.
+        while self._training.store.is_writing:
+            self._lifeline.note("save")
+            time.sleep(WAIT_S)
+        self._training.store.wait()
 
     def _take_begun(self) -> int:
         step, self._begun = self._begun, None

@@ -101,6 +101,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_verdicts_and_ends_with_0(tmp_path: Path):
     path = tmp_path / "parity.json"
     done = command("--layouts", "dp=1,ep=2,tp=1", "--json", str(path))

@@ -4,7 +4,8 @@ import socket
 import torch
 import torch.distributed as dist
 
-from moe_framework.distributed.runtime import LaunchEnvironment, launch_environment, start
+from moe_framework.distributed.mesh import build_mesh
+from moe_framework.distributed.runtime import LaunchEnvironment, launch_environment, set_timeouts, start
 from tests.helpers.pool import RankPool
 
 
@@ -46,3 +47,19 @@ def test_ranks_start_without_torchruns_variables_and_record_their_collectives(ra
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     assert ranks.run(meet, 2, port) == [(2.0, "2000"), (2.0, "2000")]
+
+
+def timeouts_of_a_mesh(seconds: float) -> list[float]:
+    """The timeouts of the groups of a mesh, and of the world, in seconds."""
+    mesh = build_mesh("cpu", dp=2, ep=2, tp=1)
+    set_timeouts(seconds)
+    groups = [
+        mesh.root["dp_shard"].get_group(),
+        mesh.root["ep"].get_group(),
+        dist.distributed_c10d._get_default_group(),
+    ]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_a_meshs_groups_wait_as_long_as_the_world(ranks: RankPool):
+    assert ranks.run(timeouts_of_a_mesh, 4, 77.0) == [[77.0, 77.0, 77.0]] * 4

@@ -95,3 +95,22 @@ def test_the_last_step_is_saved_also_if_it_was_skipped(ranks: RankPool, tmp_path
     (seen,) = ranks.run(jobs.diverge, 1, arguments(tmp_path, "parallel.ep=1"), bad_steps=[12], on_rank=0)
     assert seen.ended.code == 0
     assert step_numbers(tmp_path / "run") == [9, 12]
+
+
+def test_a_step_that_fails_start_after_start_is_refused_with_its_batch(ranks: RankPool, tmp_path: Path):
+    start = arguments(tmp_path, "parallel.ep=1", "resilience.max_failures_per_step=2")
+    for _ in range(2):
+        (failed,) = ranks.run(jobs.fails, 1, start, in_step=5)
+        assert failed.code == 1
+        assert "rank 0 failed:\nTraceback" in failed.text
+        assert failed.text.count("ValueError: a bad batch") == 1
+    before = content(tmp_path / "run")
+    (refused,) = ranks.run(jobs.command, 1, start)
+    assert refused.code == 2
+    # Four rows a step: step 5 has the samples 16 to 19.
+    assert "the last 2 starts all died in step 5, whose batch is samples 16 to 19." in refused.text
+    assert "Last error: rank 0: ValueError: a bad batch." in refused.text
+    assert content(tmp_path / "run") == before
+    # Another configuration is another attempt.
+    (ended,) = ranks.run(jobs.command, 1, [*start, "optim.lr=1e-3"])
+    assert ended.code == 0

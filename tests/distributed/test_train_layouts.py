@@ -53,6 +53,7 @@ def test_metrics_are_those_of_one_rank(ranks: RankPool, tmp_path: Path, on_one_r
         assert line == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_its_layout_goes_on_with_the_same_losses(ranks: RankPool, tmp_path: Path):
     one, changing = tmp_path / "one", tmp_path / "changing"
     one.mkdir()

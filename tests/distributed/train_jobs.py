@@ -239,6 +239,22 @@ def signalled_under_launcher(arguments: list[str], exit_file: Path, **options: A
         return signalled(arguments, **options)
 
 
+def fails(arguments: list[str], *, in_step: int) -> Ended:
+    """Run the entry point; every rank raises in the middle of a step."""
+    real = step.accumulate_gradients
+    current = _first_step(arguments) - 1
+
+    def accumulate_gradients(*args: Any) -> Any:
+        nonlocal current
+        current += 1
+        if current == in_step:
+            raise ValueError("a bad batch")
+        return real(*args)
+
+    with mock.patch.object(step, "accumulate_gradients", accumulate_gradients):
+        return command(arguments)
+
+
 def parameter_digest(model: torch.nn.Module) -> str:
     """SHA-256 of this rank's part of every parameter."""
     digest = hashlib.sha256()

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = {"tokens": 32, "hidden-size": 16, "intermediate-size": 16, "repetitions": 2, "warmup": 1, "threads": 1}
 
 
+@pytest.mark.slow
 def test_expert_block_runs_on_a_cpu_and_writes_its_numbers(tmp_path: Path):
     pytest.importorskip("matplotlib")
     options = TINY | {"json": tmp_path / "x.json", "chart": tmp_path / "x.png"}

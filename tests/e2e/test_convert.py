@@ -37,6 +37,7 @@ def hf(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_documented_commands_convert_verify_and_inspect(hf: Path, tmp_path: Path):
     dcp, back = tmp_path / "dcp", tmp_path / "back"
     dry = run("convert_checkpoint", "--from", "hf", "--to", "dcp", hf, dcp, "--dry-run")

@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from moe_framework.errors import ExitCode
 from moe_framework.resilience.signals import SAME_REQUEST_S
 from tests.helpers.commands import Command, started, torchrun
@@ -14,6 +16,7 @@ from tools.soaking.faults import EXCEPTION, Fault, write_plan
 
 # The limit for all ranks once one has failed.
 LIMIT_S = 30.0
+FAULTY = "tools/soaking/rank.py"
 EP2 = ("parallel.ep=2", "train.log_every=100")
 
 
@@ -59,14 +62,35 @@ def test_sigterm_to_torchrun_saves_and_ends_and_a_second_signal_ends_at_once(tmp
     assert step_numbers(tmp_path / "run") == [saved]
 
 
+@pytest.mark.slow
+def test_after_a_restart_by_torchrun_the_new_failure_is_told_and_signals_still_save(tmp_path: Path):
+    plan, suffered = tmp_path / "plan.json", tmp_path / "suffered"
+    suffered.mkdir()
+    write_plan([Fault(number, EXCEPTION, rank=1, step=step) for number, step in enumerate((4, 7))], plan)
+    start = arguments(tmp_path, *EP2, max_steps=100_000)
+    command_line = torchrun(2, [str(plan), str(suffered), str(tmp_path / "run/checkpoints"), *start], FAULTY)
+    with started([*command_line[:1], "--max-restarts=2", *command_line[1:]], tmp_path / "log") as command:
+        wait_for_steps(command, tmp_path / "run", 8)
+        for number in range(2):
+            assert f"RuntimeError: planned fault {number} in layer 0" in command.output
+        assert command.output.count("rank 1 failed:\nTraceback") == 2
+        command.process.send_signal(signal.SIGTERM)
+        command.wait(60)
+        assert "stopped on request after step" in command.output
+    reasons = [one["reason"] for one in json.loads((tmp_path / "run/run.json").read_text())["starts"]]
+    told = [
+        f"failed in step {step}: rank 1: RuntimeError: planned fault {n} in layer 0" for n, step in ((0, 4), (1, 7))
+    ]
+    assert reasons == ["first start", *told]
+    assert last_start(tmp_path)["ended"]["code"] == ExitCode.STOPPED
+
+
 def test_an_error_in_one_rank_ends_all_with_its_traceback_first(tmp_path: Path):
     plan, suffered = tmp_path / "plan.json", tmp_path / "suffered"
     suffered.mkdir()
     write_plan([Fault(number=0, kind=EXCEPTION, rank=1, step=4, layer=1)], plan)
     start = arguments(tmp_path, *EP2, max_steps=1000)
-    command_line = torchrun(
-        2, [str(plan), str(suffered), str(tmp_path / "run/checkpoints"), *start], "tools/soaking/rank.py"
-    )
+    command_line = torchrun(2, [str(plan), str(suffered), str(tmp_path / "run/checkpoints"), *start], FAULTY)
     with started(command_line, tmp_path / "log") as command:
         code = command.wait(120)
         ended = time.time()

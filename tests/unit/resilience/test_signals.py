@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,15 @@ def test_the_first_signal_is_a_request_and_handlers_are_put_back(number: signal.
         time.sleep(0.1)
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_request_from_before_the_block_is_found_in_its_file(tmp_path: Path):
+    file = tmp_path / "stop"
+    with StopRequest(file, hopeless=lambda: False, failed_code=FAILED) as stop:
+        assert stop.signal_name is None
+    file.touch()
+    with StopRequest(file, hopeless=lambda: False, failed_code=FAILED) as stop:
+        assert stop.signal_name == "SIGUSR1"
 
 
 def test_a_request_that_was_obeyed_is_followed_by_any_number():

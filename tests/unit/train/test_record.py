@@ -36,19 +36,28 @@ def reasons(folder: Path) -> list[str]:
     return [start.reason for start in read_starts(folder)]
 
 
+def report_hang(folder: Path, *, hung: bool) -> None:
+    (folder / "hang").mkdir(exist_ok=True)
+    (folder / "hang/report.json").write_text(json.dumps({"hung": hung}))
+
+
 def test_each_start_says_why_it_came_about(tmp_path: Path):
     begin(tmp_path, seen=0).end(ExitCode.STOPPED, step=7)
     begin(tmp_path, seen=7, step=7)  # and is killed
     begin(tmp_path, seen=11, step=9).end(ExitCode.FAILED, step=12, error="ValueError: x")
-    begin(tmp_path, seen=12, step=12).end(ExitCode.HUNG, step=13)
-    begin(tmp_path, seen=13, step=12).end(ExitCode.DONE, step=20)
+    begin(tmp_path, seen=12, step=12)
+    report_hang(tmp_path, hung=True)
+    begin(tmp_path, seen=13, step=12)
+    report_hang(tmp_path, hung=False)
+    begin(tmp_path, seen=14, step=12).end(ExitCode.DONE, step=20)
     begin(tmp_path, seen=20, step=20)
     assert reasons(tmp_path) == [
         "first start",
         "stopped on request after step 7",
         "the ranks were killed or lost in step 12",
         "failed in step 13: ValueError: x",
-        f"hung in step 14: {tmp_path / 'hang'}",
+        f"hung in step 14; {tmp_path / 'hang'} has the reports",
+        "the ranks were killed or lost in step 15",
         "started again after it was done",
     ]
     record = json.loads((tmp_path / "run.json").read_text())
@@ -108,6 +117,24 @@ def test_an_error_ends_the_record_with_what_failed_first(tmp_path: Path, raised,
     ended = read_starts(tmp_path)[-1].ended
     assert ended is not None
     assert (ended["code"], ended["step"], ended["error"]) == (code, 2, text)
+
+
+def test_what_is_interrupted_at_the_keyboard_is_no_failure_of_its_step(tmp_path: Path):
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt), begin(tmp_path, seen=0).ending(Told()):  # pyright: ignore[reportArgumentType]
+            raise KeyboardInterrupt
+    begin(tmp_path, seen=0)
+    assert reasons(tmp_path)[1:] == ["interrupted at the keyboard"] * 3
+
+
+def test_an_end_that_cannot_be_written_is_a_warning_and_leaves_the_error_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    record = begin(tmp_path, seen=0)
+    record._path = tmp_path / "gone/run.json"
+    with pytest.raises(DataError), record.ending(Told()):  # pyright: ignore[reportArgumentType]
+        raise DataError("data ended")
+    assert "gone/run.json: how this start ended is not recorded" in caplog.text
 
 
 def test_a_record_that_cannot_be_read_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):

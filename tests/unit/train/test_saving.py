@@ -12,7 +12,7 @@ from moe_framework.config.schema import CheckpointConfig, Config
 from moe_framework.errors import CheckpointError, RankError
 from moe_framework.train import saving
 from moe_framework.train.persist import Position
-from moe_framework.train.saving import Saver
+from moe_framework.train.saving import WAIT_S, Saver
 
 FULL = SaveFailedError("step_X: not saved: No space left on device.")
 LOST = RankError("the save was cut short")
@@ -27,11 +27,18 @@ class Store:
     begun: list[int] = dataclasses.field(default_factory=list)
     in_flight: int | None = None
     done: bool = False
+    looks: int = 0
 
     def save(self, step: int) -> None:
         assert self.in_flight is None, "at most one in flight"
         self.begun.append(step)
         self.in_flight, self.done = step, False
+
+    @property
+    def is_writing(self) -> bool:
+        """Waited for, it is written by the third look."""
+        self.looks += 1
+        return self.in_flight is not None and not self.done and self.looks % 3 != 0
 
     def wait(self) -> None:
         step, self.in_flight = self.in_flight, None
@@ -66,11 +73,20 @@ class Reporter:
 
 
 @dataclasses.dataclass
+class Lifeline:
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def note(self, activity: str) -> None:
+        self.notes.append(activity)
+
+
+@dataclasses.dataclass
 class Scene:
     store: Store
     reporter: Reporter
     saver: Saver
     pauses: list[float]
+    lifeline: Lifeline
 
     def end_save(self) -> None:
         """Let the save in the background come to its end."""
@@ -83,16 +99,24 @@ class Scene:
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch):
     pauses: list[float] = []
-    monkeypatch.setattr(saving.time, "sleep", pauses.append)
+    monkeypatch.setattr(saving.time, "sleep", lambda seconds: pauses.append(seconds) if seconds != WAIT_S else None)
     monkeypatch.setattr(saving, "save", lambda training, position: training.store.save(position.step))
 
     def make(limit: int, *fail: Exception | None) -> Scene:
-        store, reporter = Store(list(fail)), Reporter()
+        store, reporter, lifeline = Store(list(fail)), Reporter(), Lifeline()
         config = Config(checkpoint=CheckpointConfig(ckpt_dir="/ckpt", max_failed_saves=limit))
         training: Any = SimpleNamespace(config=config, store=store, runtime=SimpleNamespace(is_main=True))
-        return Scene(store, reporter, Saver(training, reporter), pauses)  # pyright: ignore[reportArgumentType]
+        saver = Saver(training, reporter, lifeline)  # pyright: ignore[reportArgumentType]
+        return Scene(store, reporter, saver, pauses, lifeline)
 
     return make
+
+
+def test_a_save_that_is_waited_for_is_no_silence(scene):
+    own = scene(1)
+    own.saver.save_and_wait(at(3))
+    assert own.lifeline.notes
+    assert set(own.lifeline.notes) == {"save"}
 
 
 def at(step: int) -> Position:
