@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 # Before a retry of the last save; doubled each time. Slurm gives a job that it stops about a minute.
 RETRY_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
-WAIT_S = 0.05
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 1.0
 
 
 class Saver:
@@ -148,9 +148,11 @@ class Saver:
 
     def _wait_for_store(self) -> None:
         # Writing is no hang, however long it takes; where it hangs, the store's own collectives time out.
+        seconds = FIRST_WAIT_S
         while self._training.store.is_writing:
             self._lifeline.note("save")
-            time.sleep(WAIT_S)
+            time.sleep(seconds)
+            seconds = min(2 * seconds, LONGEST_WAIT_S)
         self._training.store.wait()
 
     def _take_begun(self) -> int:

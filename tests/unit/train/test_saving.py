@@ -12,7 +12,7 @@ from moe_framework.config.schema import CheckpointConfig, Config
 from moe_framework.errors import CheckpointError, RankError
 from moe_framework.train import saving
 from moe_framework.train.persist import Position
-from moe_framework.train.saving import WAIT_S, Saver
+from moe_framework.train.saving import RETRY_PAUSE_S, Saver
 
 FULL = SaveFailedError("step_X: not saved: No space left on device.")
 LOST = RankError("the save was cut short")
@@ -99,7 +99,9 @@ class Scene:
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch):
     pauses: list[float] = []
-    monkeypatch.setattr(saving.time, "sleep", lambda seconds: pauses.append(seconds) if seconds != WAIT_S else None)
+    monkeypatch.setattr(
+        saving.time, "sleep", lambda seconds: pauses.append(seconds) if seconds >= RETRY_PAUSE_S else None
+    )
     monkeypatch.setattr(saving, "save", lambda training, position: training.store.save(position.step))
 
     def make(limit: int, *fail: Exception | None) -> Scene:
