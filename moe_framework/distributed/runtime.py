@@ -53,6 +53,7 @@ class LaunchEnvironment:
         init_method: Where the ranks meet, such as `tcp://node1:10042`; None where torchrun's variables say it.
         exit_file: Where rank 0 writes the exit code of a stop on request, or None: the ranks then exit with it.
         stop_file: A file that is there if the ranks were told to stop before they could hear a signal, or None.
+        num_restarts: How often the agent has restarted its ranks; 0 where several agents may have counted differently.
         ft_launcher: Whether NVRx's ft_launcher started the ranks and monitors them.
     """
 
@@ -64,6 +65,7 @@ class LaunchEnvironment:
     init_method: str | None = None
     exit_file: Path | None = None
     stop_file: Path | None = None
+    num_restarts: int = 0
     ft_launcher: bool = False
 
 
@@ -110,6 +112,8 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         raise ConfigError(f"environment: {', '.join(missing)} not set although others of torchrun's are. Use torchrun.")
     try:
         rank, local_rank, world_size, local_world_size = (int(environ[name]) for name in names)
+        alone = environ.get("GROUP_WORLD_SIZE") == "1"
+        num_restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if alone else 0
     except ValueError as error:
         raise ConfigError(f"environment: {', '.join(names)} must be integers ({error}). Use torchrun.") from None
     return LaunchEnvironment(
@@ -120,6 +124,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         launched=True,
         exit_file=exit_file,
         stop_file=stop_file,
+        num_restarts=num_restarts,
         ft_launcher=bool(environ.get(FT_MONITOR_SOCKET)),
     )
 
@@ -240,18 +245,14 @@ def start(
     backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)
     device_id = torch_device if on_cuda else None
-    if launch.launched:
-        dist.init_process_group(
-            backend,
-            launch.init_method or "env://",
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-            device_id=device_id,
-        )
-    else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+    dist.init_process_group(
+        backend,
+        store=_store(launch, timeout),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=device_id,
+    )
     try:
         checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
         yield Runtime(launch, torch_device, checkpoint_group)  # pyright: ignore[reportArgumentType]
@@ -260,6 +261,19 @@ def start(
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """The store through which the ranks meet."""
+    import torch.distributed as dist
+
+    if not launch.launched:
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    method = launch.init_method or "env://"
+    meet = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
+    store, _, _ = next(meet(method, launch.rank, launch.world_size, timeout=timeout))
+    # torchrun's agent keeps its store over restarts, with the addresses of ranks that are gone (torch 2.11).
+    return dist.PrefixStore(f"start {launch.num_restarts}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def set_timeouts(timeout_s: float) -> None:

@@ -46,6 +46,19 @@ def test_the_file_for_the_exit_code_is_read(started_by: dict[str, str]):
     assert launch_environment(started_by | {"MOE_EXIT_FILE": "/job/code"}).exit_file == Path("/job/code")
 
 
+def test_restarts_are_counted_where_one_agent_has_all_ranks():
+    restarted = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}
+    assert launch_environment(restarted | {"GROUP_WORLD_SIZE": "1"}).num_restarts == 2
+    assert launch_environment(restarted | {"GROUP_WORLD_SIZE": "2"}).num_restarts == 0
+    assert launch_environment(TORCHRUN).num_restarts == 0
+
+
+def test_a_request_to_stop_can_be_in_a_file():
+    assert launch_environment(TORCHRUN | {"MOE_STOP_FILE": "/tmp/stop"}).stop_file == Path("/tmp/stop")
+    assert launch_environment({"MOE_STOP_FILE": "/tmp/stop"}).stop_file == Path("/tmp/stop")
+    assert launch_environment(TORCHRUN).stop_file is None
+
+
 def test_ft_launcher_is_told_from_torchrun():
     assert not launch_environment(TORCHRUN).ft_launcher
     assert launch_environment(TORCHRUN | {"FT_RANK_MONITOR_IPC_SOCKET": "/tmp/socket"}).ft_launcher
