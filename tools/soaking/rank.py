@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
 
     plan_path, folder, checkpoints, *arguments = argv
     faults = Faults(read_plan(Path(plan_path)), Path(folder), launch_environment().rank, Path(checkpoints))
-    real_begin, real_forward, real_write = Lifeline.begin_step, MoELayer.forward, save._write_tensors
+    real_begin, real_forward, real_write = Lifeline.begin_step, MoELayer.forward, save._Writer.write_data
     layers: dict[int, int] = {}
 
     def begin_step(lifeline: Any, step: int) -> None:
@@ -106,14 +106,14 @@ def main(argv: list[str]) -> int:
         faults.enter_layer(layers.setdefault(id(layer), len(layers)))
         return real_forward(layer, *args)
 
-    def write(*args: Any) -> Any:
+    def write_data(writer: Any, *args: Any) -> Any:
         faults.write()
-        return real_write(*args)
+        return real_write(writer, *args)
 
     with (
         mock.patch.object(Lifeline, "begin_step", begin_step),
         mock.patch.object(MoELayer, "forward", forward),
-        mock.patch.object(save, "_write_tensors", write),
+        mock.patch.object(save._Writer, "write_data", write_data),
     ):
         return train_fsdp2_ep.main(arguments)
 
