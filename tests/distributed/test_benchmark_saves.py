@@ -37,6 +37,7 @@ def measure(folder: Path) -> Report:
         return saves.measure_saves(group, torch.device("cpu"), options)
 
 
+@pytest.mark.slow
 def test_only_the_save_in_the_foreground_waits_for_the_disk(ranks: RankPool, tmp_path: Path):
     first, second = ranks.run(measure, 2, tmp_path)
     assert replace(first, machine=second.machine) == second

@@ -81,6 +81,7 @@ def test_peers_and_ours_train_on_one_rank_and_one_that_cannot_is_a_row(ranks: Ra
     assert len({row.num_parameters for row in report.rows}) == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_every_row(ranks: RankPool):
     first, second = ranks.run(train, 2, "model.qk_norm=true", peers=("hf_eager",), ours=("bf16",), breakdown=True)
     check_rows(first)

@@ -86,8 +86,8 @@ def _number_of(page: str, pattern: str) -> int:
 WATCHED_LAYOUTS = (
     replace(EP2, accumulation=2),
     replace(EP2, checkpointing="full"),
-    replace(EP2_DP2, checkpointing="selective"),
-    Layout(1, 2, tp=2),
+    pytest.param(replace(EP2_DP2, checkpointing="selective"), marks=pytest.mark.slow),
+    pytest.param(Layout(1, 2, tp=2), marks=pytest.mark.slow),
 )
 
 

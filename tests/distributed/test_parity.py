@@ -30,7 +30,7 @@ SHORT_LIST = [
     Layout(1, 4, 1, "full", "grouped_mm"),
     Layout(1, 4, 2, "none", "loop"),
     Layout(4, 1, 1, "none", "grouped_mm"),
-    Layout(4, 1, 2, "selective", "grouped_mm"),
+    pytest.param(Layout(4, 1, 2, "selective", "grouped_mm"), marks=pytest.mark.slow),
 ]
 FULL_PRODUCT = [
     Layout(dp, ep, accumulation, checkpointing, backend)

@@ -15,7 +15,7 @@ TIMEOUT_S = 60
 EP2 = "parallel.ep=2"
 
 
-@pytest.mark.parametrize("error", [StopIteration, EOFError])
+@pytest.mark.parametrize("error", [StopIteration, pytest.param(EOFError, marks=pytest.mark.slow)])
 def test_one_ranks_data_ending_early_stops_all_and_keeps_the_checkpoints(ranks: RankPool, tmp_path: Path, error):
     start = arguments(tmp_path, EP2)
     ended = ranks.run(jobs.data_ends_early, 2, start, on_rank=1, at_step=5, error=error, timeout_s=TIMEOUT_S)

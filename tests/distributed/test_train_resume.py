@@ -52,7 +52,12 @@ def exact(run_dir: Path) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(2, EP2_ACCUMULATED), (2, DP2), pytest.param(4, DP2_EP2, marks=pytest.mark.slow), (4, DP2_TP2)],
+    [
+        (2, EP2_ACCUMULATED),
+        (2, DP2),
+        pytest.param(4, DP2_EP2, marks=pytest.mark.slow),
+        pytest.param(4, DP2_TP2, marks=pytest.mark.slow),
+    ],
     ids=["ep2", "dp2", "dp2_ep2", "dp2_tp2"],
 )
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks: RankPool, tmp_path, world_size, layout):

@@ -26,8 +26,15 @@ def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("on_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "on_rank"),
+    [
+        (signal.SIGTERM, 0),
+        (signal.SIGUSR1, 1),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_on_one_rank_saves_and_stops_all_and_the_run_goes_on(
     ranks: RankPool, tmp_path: Path, whole: Path, number: signal.Signals, on_rank: int
 ):
