@@ -11,6 +11,10 @@ from torch.optim.adamw import adamw
 
 from moe_framework.distributed.shards import local_part
 
+# In its cache on disk torch 2.11 takes compilations for the same that differ only in the numbers passed in: a run would
+# update with the betas and eps of another run on the machine.
+_OPTIONS: dict[str, Any] = {"fx_graph_cache": False}
+
 
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, whose update can scale the gradients as it reads them.
@@ -26,7 +30,7 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Any, *, compiled: bool = False, **options: Any):
         super().__init__(groups, fused=True, **options)
-        self._compiled_update = torch.compile(_update, dynamic=True) if compiled else None
+        self._compiled_update = torch.compile(_update, dynamic=True, options=_OPTIONS) if compiled else None
 
     @torch.no_grad()
     def step_clipped(self, norm: Tensor, clip_norm: float) -> None:
