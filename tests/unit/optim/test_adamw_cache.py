@@ -13,7 +13,7 @@ from moe_framework.optim.adamw import build_adamw
 
 SETTINGS = (
     {"lr": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
-    {"lr": 3e-4, "weight_decay": 0.05, "beta1": 0.8, "beta2": 0.999, "eps": 1e-3},
+    {"lr": 3e-4, "weight_decay": 0.05, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6},
 )
 
 
