@@ -113,7 +113,6 @@ def test_an_expected_error_is_returned_per_rank_and_the_pool_goes_on(ranks: Rank
     assert set(before) <= set(ranks.pids)
 
 
-@pytest.mark.slow
 def test_a_rank_left_waiting_by_anothers_error_counts_as_hung(ranks: RankPool):
     started = time.monotonic()
     with pytest.raises(RanksFailedError, match=r"only here(.|\n)*rank 1: no answer(.|\n)*fail_on_zero_while"):
@@ -121,7 +120,6 @@ def test_a_rank_left_waiting_by_anothers_error_counts_as_hung(ranks: RankPool):
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.slow
 def test_a_hang_ends_at_the_timeout_with_the_stacks_and_the_pool_restarts(ranks: RankPool):
     ranks.run(sum_of_ranks, 2, 0, scale=1)
     started = time.monotonic()
