@@ -226,7 +226,7 @@ class RankPool:
     def _stacks(self, hung: list[int]) -> dict[int, str]:
         for rank in hung:
             if self._workers[rank].stack_path.exists():  # from then on the signal is handled
-                os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
+                os.kill(self._workers[rank].process.pid, signal.SIGUSR2)
         time.sleep(0.3)
         paths = {rank: self._workers[rank].stack_path for rank in hung}
         return {rank: path.read_text() if path.exists() else "(starting)" for rank, path in paths.items()}

@@ -70,7 +70,7 @@ def serve(connection: Connection, stack_path: str) -> None:
     Args:
         connection: Gets True once torch is imported. Then, for each `Job`, an `Outcome` is sent, the order to
             tear down is received (a bool: whether every rank succeeded), and True is sent when that is done.
-        stack_path: File that receives this process's stacks on SIGUSR1.
+        stack_path: File that receives this process's stacks on SIGUSR2.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides what Ctrl-C means
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -80,7 +80,7 @@ def serve(connection: Connection, stack_path: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with open(stack_path, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         import torch
 
         torch.set_num_threads(1)
