@@ -35,7 +35,6 @@ from moe_framework.train.saving import Saver
 
 logger = logging.getLogger(__name__)
 
-# Of gloo and NCCL; longer than the hang watch waits, whose report would be lost with the process.
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 
@@ -56,7 +55,7 @@ def run(config: Config) -> int:
     launch = launch_environment()
     _log_to_stderr(enabled=launch.rank == 0)
     failure, code = None, ExitCode.FAILED
-    timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * config.resilience.hang_timeout_s)
+    timeout_s = _collective_timeout_s(config)
     try:
         with start(launch, config.device, deterministic=config.train.deterministic, timeout_s=timeout_s) as runtime:
             failure = FirstFailure.of_this_start(runtime.checkpoint_group)
@@ -79,7 +78,7 @@ def run(config: Config) -> int:
 def _run(config: Config, runtime: Runtime, stop: StopRequest, heartbeat: Heartbeat, failure: FirstFailure) -> ExitCode:
     together(lambda: make_directories(config) if runtime.is_main else None)
     training = build_training(config, runtime)
-    set_timeouts(max(COLLECTIVE_TIMEOUT_S, 2 * config.resilience.hang_timeout_s))
+    set_timeouts(_collective_timeout_s(config))
     with training.store, failure.telling():
         position = resume(training)
         record = start_record(training, position)
@@ -89,12 +88,17 @@ def _run(config: Config, runtime: Runtime, stop: StopRequest, heartbeat: Heartbe
                 end = train(training, position, reporter, Saver(training, reporter, lifeline), lifeline)
                 if end.step < config.train.max_steps:
                     stop.obey()
-                    logger.warning("stopped on request after step %d; saved", end.step)
+                    logger.warning("stopped on request after step %d%s", end.step, "" if end == position else "; saved")
                     record.end(ExitCode.STOPPED, step=end.step)
                     return ExitCode.STOPPED
                 _summarise(training, reporter, lifeline)
                 record.end(ExitCode.DONE, step=end.step)
     return ExitCode.DONE
+
+
+def _collective_timeout_s(config: Config) -> float:
+    """Of gloo and NCCL: longer than the hang watch waits, whose report would be lost with the process."""
+    return max(COLLECTIVE_TIMEOUT_S, 2 * config.resilience.hang_timeout_s)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
-"""One training run twice: on one process with plain torch, and on the ranks of a layout with the framework.
+"""What the parity tests compute, and how the ranks of a layout compute it with the framework.
 
-Both return the same `Trace`. The reference uses no FSDP, no DTensor, no dispatcher with communication, no
-accumulation, and torch's own clipping and unfused AdamW.
+`parity_reference.py` computes the same on one process with plain torch; both return a `Trace`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,12 +25,11 @@ from moe_framework.config.schema import (
 from moe_framework.data.loader import Batch, collate
 from moe_framework.distributed.mesh import ParallelMesh, build_mesh
 from moe_framework.model.decoder import Decoder
-from moe_framework.moe.router import Routing, TopKRouter
 from moe_framework.optim.adamw import build_adamw
 from moe_framework.optim.clip import global_grad_norm
 from moe_framework.train.model import build_model
 from moe_framework.train.step import Objective, accumulate_gradients, agree_on_counts, train_step
-from tests.unit.model.builders import SMALL, plain_decoder, random_row
+from tests.unit.model.builders import SMALL, random_row
 
 IDLE_EXPERT = 5
 SEQ_LENGTH = 24
@@ -221,81 +219,6 @@ def replicas_differ(tensor: Tensor) -> bool:
             dist.all_gather(others, own.contiguous(), group=group)
             differ |= not all(torch.equal(other, own) for other in others)
     return differ
-
-
-@torch.no_grad()
-def round_weights(model: nn.Module, seed: int) -> None:
-    """Move every weight by at most one rounding of its format, at random: no result can be surer than that."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        unit = torch.finfo(parameter.dtype).eps
-        parameter.mul_(1 + unit * (2 * torch.rand(parameter.shape, generator=generator) - 1))
-
-
-def reference(spec: Spec, *, rounding: int | None = None) -> Trace:
-    """Train on one process, the whole global batch at once, with plain torch around the model.
-
-    Args:
-        spec: What to compute.
-        rounding: Seed by which the initial weights are moved by a rounding; None leaves them.
-    """
-    model = plain_decoder(spec.sizes, aux_loss=spec.aux_loss, seed=spec.seed)
-    idle_one_expert(model)
-    if rounding is not None:
-        round_weights(model, rounding)
-    margins: list[float] = []
-    for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
-        router.register_forward_hook(lambda _router, _x, routing: margins.append(_margin(spec.sizes.top_k, routing)))
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": OPTIM["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
-        lr=OPTIM["lr"],
-        betas=(OPTIM["beta1"], OPTIM["beta2"]),
-        eps=OPTIM["eps"],
-        foreach=False,
-        fused=False,
-    )
-    trace = Trace(parameters_of(model), {}, {}, {}, {}, [], [])
-    for step in range(NUM_STEPS):
-        batch = collate(global_batch(spec, step), tuple(range(len(spec.rows))))
-        num_layers = spec.sizes.num_layers
-        out = model(
-            batch.tokens,
-            batch.positions,
-            batch.targets,
-            document_ids_BS=batch.document_ids,
-            valid_index_T=batch.valid_index,
-        )
-        # A batch may have no target at all: a mean over nothing is 0.
-        loss = out.loss / max(batch.num_targets, 1)
-        aux_loss, z_loss = out.aux_loss / batch.num_tokens, out.z_loss / batch.num_tokens
-        (loss + OBJECTIVE.aux_loss_coeff * aux_loss + OBJECTIVE.z_loss_coeff * z_loss).backward()
-        if step == 0:
-            trace.gradients.update(gradients_of(model))
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.scalars.append(
-            {
-                "loss": loss.item(),
-                "aux_loss": aux_loss.item() / num_layers,
-                "z_loss": z_loss.item() / num_layers,
-                "grad_norm": norm.item(),
-                "entropy": out.entropy_L.sum().item(),
-            }
-        )
-        trace.tokens_per_expert.append(out.tokens_per_expert_LE)
-    trace.parameters.update(parameters_of(model))
-    trace.exp_avg.update(moments_of(model, optimizer, "exp_avg"))
-    trace.exp_avg_sq.update(moments_of(model, optimizer, "exp_avg_sq"))
-    trace.margin = min(margins)
-    return trace
-
-
-def _margin(top_k: int, routing: Routing) -> float:
-    sorted_logits = routing.logits_TE.detach().sort(dim=-1, descending=True).values
-    return (sorted_logits[:, top_k - 1] - sorted_logits[:, top_k]).min().item()
 
 
 def config_of(spec: Spec, layout: Layout) -> Config:

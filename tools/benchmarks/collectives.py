@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moe_framework.distributed.runtime import resolve_device
+from moe_framework.distributed.runtime import launch_environment
 from moe_framework.errors import ConfigError
 from moe_framework.moe.dispatch.all_to_all import AllToAllDispatcher
 from tools.benchmarks.dispatch import DispatchCase, exchange, make_problem, slowest, traffic_of_all_ranks
 from tools.benchmarks.machine import Machine, describe
-from tools.benchmarks.ranks import run_on_ranks, run_under_launcher
+from tools.benchmarks.ranks import measure_on_ranks
 from tools.benchmarks.timing import Spread, interleave
 
 MEGABYTE = 10**6
@@ -97,13 +97,9 @@ def run(options: Options) -> Report | None:
     Raises:
         ConfigError: Too few GPUs, or fewer than two ranks.
     """
-    launched = run_under_launcher(measure_collectives, options.device, options)
-    if launched is not None:
-        return launched.result if launched.rank == 0 else None
-    if options.num_ranks < 2:
+    if options.num_ranks < 2 and not launch_environment().launched:
         raise ConfigError(f"--nproc={options.num_ranks}: one rank exchanges nothing. Use 2 or more.")
-    device = resolve_device(options.device, 0, options.num_ranks)
-    return run_on_ranks(measure_collectives, options.num_ranks, device.type, options)
+    return measure_on_ranks(measure_collectives, options)
 
 
 def measure_collectives(group: dist.ProcessGroup, device: torch.device, options: Options) -> Report:

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.multiprocessing.spawn import spawn
 
-from moe_framework.distributed.runtime import launch_environment, start
+from moe_framework.distributed.runtime import launch_environment, resolve_device, start
 
 TIMEOUT = timedelta(minutes=5)
 RESULT_FILE = "result.pickle"
@@ -72,6 +72,43 @@ def run_under_launcher(function: Callable[..., Any], device: str, *arguments: An
         group = dist.group.WORLD
         assert group is not None
         return Launched(launch.rank, function(group, runtime.device, *arguments))
+
+
+class Measurement(Protocol):
+    """What a command line says of the ranks to measure on."""
+
+    @property
+    def device(self) -> str:
+        """`auto`, `cpu` or `cuda`."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks to start where no launcher has."""
+        ...
+
+
+def measure_on_ranks[O: Measurement, R](
+    function: Callable[[dist.ProcessGroup, torch.device, O], R], options: O
+) -> R | None:
+    """Call a measurement on the ranks of a launcher, or on new ones where none has started this process.
+
+    Args:
+        function: At the top level of its module; called with (group, device, options) on every rank.
+        options: Picklable.
+
+    Returns:
+        What rank 0 returned; None on the other ranks of a launcher.
+
+    Raises:
+        ConfigError: The launcher's variables are incomplete, or there are too few GPUs.
+        ProcessRaisedException: A rank raised; the text has its traceback.
+    """
+    launched = run_under_launcher(function, options.device, options)
+    if launched is not None:
+        return launched.result if launched.rank == 0 else None
+    device = resolve_device(options.device, 0, options.num_ranks)
+    return run_on_ranks(function, options.num_ranks, device.type, options)
 
 
 def _rank_main(

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from moe_framework.checkpoint.state import model_tensors, optimizer_tensors
 from moe_framework.checkpoint.store import CheckpointStore
-from moe_framework.distributed.runtime import launch_environment, resolve_device
+from moe_framework.distributed.runtime import launch_environment
 from moe_framework.resilience.heartbeat import Heartbeat, open_heartbeat
 from moe_framework.train.build import mesh_of, optimizer_of
 from moe_framework.train.model import build_model, choose_backend
 from moe_framework.train.step import Objective, agree_on_counts, train_step
 from tools.benchmarks.dispatch import slowest
 from tools.benchmarks.machine import Machine, describe
-from tools.benchmarks.ranks import run_on_ranks, run_under_launcher
+from tools.benchmarks.ranks import measure_on_ranks
 from tools.benchmarks.saves_options import Options
 from tools.benchmarks.timing import Spread, ratio
 from tools.benchmarks.train_step.ours import draw_on_device, synthetic_batch
@@ -110,11 +110,7 @@ def run(options: Options) -> Report | None:
     Raises:
         ConfigError: Too few GPUs.
     """
-    launched = run_under_launcher(measure_saves, options.device, options)
-    if launched is not None:
-        return launched.result if launched.rank == 0 else None
-    device = resolve_device(options.device, 0, options.num_ranks)
-    return run_on_ranks(measure_saves, options.num_ranks, device.type, options)
+    return measure_on_ranks(measure_saves, options)
 
 
 def measure_saves(group: dist.ProcessGroup, device: torch.device, options: Options) -> Report:

@@ -62,11 +62,5 @@ def run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
         )
     )
-    if found is not None:
-        write_outputs(
-            arguments,
-            collectives_report.to_markdown(found),
-            lambda file: collectives_report.write_json(found, file),
-            lambda file: collectives_report.write_chart(found, file),
-        )
+    write_outputs(arguments, found, collectives_report)
     return 0

@@ -1,8 +1,8 @@
 """What the subcommands share: common options, and writing what was found. Free of torch."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 from tools.command_line import positive
 
@@ -28,14 +28,37 @@ def add_markdown(command: argparse.ArgumentParser) -> None:
     command.add_argument("--markdown", type=Path, metavar="FILE", help="write the report as Markdown, too")
 
 
-def write_outputs(
-    arguments: argparse.Namespace, text: str, write_json: Callable[[Path], None], write_chart: Callable[[Path], None]
-) -> None:
-    """Print the report and write the files that were asked for."""
+class ReportModule(Protocol):
+    """A module that shows what one benchmark found."""
+
+    def to_markdown(self, report: Any, /) -> str:
+        """The report as text."""
+        ...
+
+    def write_json(self, report: Any, path: Path, /) -> None:
+        """Write the report as JSON."""
+        ...
+
+    def write_chart(self, report: Any, path: Path, /) -> None:
+        """Draw the report."""
+        ...
+
+
+def write_outputs(arguments: argparse.Namespace, found: Any, report: ReportModule) -> None:
+    """Print what was found and write the files that were asked for; nothing on a rank that found nothing.
+
+    Args:
+        arguments: The command line.
+        found: The report; None on the ranks of a launcher other than 0.
+        report: Shows it.
+    """
+    if found is None:
+        return
+    text = report.to_markdown(found)
     print(text)
     if arguments.markdown is not None:
         arguments.markdown.write_text(text + "\n", encoding="utf-8")
     if arguments.json is not None:
-        write_json(arguments.json)
+        report.write_json(found, arguments.json)
     if arguments.chart is not None:
-        write_chart(arguments.chart)
+        report.write_chart(found, arguments.chart)

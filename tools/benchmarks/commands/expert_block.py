@@ -77,12 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     found = expert_block.run(options)
-    write_outputs(
-        arguments,
-        report.to_markdown(found),
-        lambda file: report.write_json(found, file),
-        lambda file: report.write_chart(found, file),
-    )
+    write_outputs(arguments, found, report)
     return 0
 
 
@@ -111,10 +106,5 @@ def _run_shapes(arguments: argparse.Namespace) -> int:
             repetitions=arguments.repetitions,
         )
     )
-    write_outputs(
-        arguments,
-        expert_rates_report.to_markdown(found),
-        lambda file: expert_rates_report.write_json(found, file),
-        lambda file: expert_rates_report.write_chart(found, file),
-    )
+    write_outputs(arguments, found, expert_rates_report)
     return 0

@@ -67,11 +67,5 @@ def run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
         )
     )
-    if found is not None:
-        write_outputs(
-            arguments,
-            saves_report.to_markdown(found),
-            lambda file: saves_report.write_json(found, file),
-            lambda file: saves_report.write_chart(found, file),
-        )
+    write_outputs(arguments, found, saves_report)
     return 0

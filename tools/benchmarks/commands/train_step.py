@@ -76,11 +76,5 @@ def run(arguments: argparse.Namespace) -> int:
         partial_file=arguments.json,
     )
     found = session.run(options)
-    if found is not None:
-        write_outputs(
-            arguments,
-            report.to_markdown(found),
-            lambda file: report.write_json(found, file),
-            lambda file: report.write_chart(found, file),
-        )
+    write_outputs(arguments, found, report)
     return 0

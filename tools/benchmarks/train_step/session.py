@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from moe_framework.distributed.mesh import ParallelMesh
-from moe_framework.distributed.runtime import resolve_device
 from moe_framework.observe.throughput import flops_per_token
 from moe_framework.train.build import mesh_of
 from tools.benchmarks.breakdown.measure import Breakdown, measure_breakdown
 from tools.benchmarks.ceilings import Ceilings, measure_ceilings
 from tools.benchmarks.machine import Machine, describe
-from tools.benchmarks.ranks import run_on_ranks, run_under_launcher
+from tools.benchmarks.ranks import measure_on_ranks
 from tools.benchmarks.train_step.contender import Contender, active_parameters
 from tools.benchmarks.train_step.hugging_face import build_hugging_face
 from tools.benchmarks.train_step.measure import Row, measure
@@ -69,11 +68,7 @@ def run(options: Options) -> Report | None:
         ConfigError: Too few GPUs.
         ProcessRaisedException: A rank raised outside a contender.
     """
-    launched = run_under_launcher(measure_contenders, options.device, options)
-    if launched is not None:
-        return launched.result if launched.rank == 0 else None
-    device = resolve_device(options.device, 0, options.num_ranks)
-    return run_on_ranks(measure_contenders, options.num_ranks, device.type, options)
+    return measure_on_ranks(measure_contenders, options)
 
 
 def measure_contenders(group: dist.ProcessGroup, device: torch.device, options: Options) -> Report:
