@@ -3,9 +3,7 @@
 import argparse
 import sys
 
-from moe_framework.errors import MoeFrameworkError
-
-USER_ERROR_EXIT_CODE = 2
+from moe_framework.errors import ExitCode, MoeFrameworkError
 
 
 def positive(text: str) -> int:
@@ -27,4 +25,4 @@ def show_error(error: MoeFrameworkError) -> int:
     """
     for line in str(error).splitlines():
         print(f"{type(error).__name__}: {line}", file=sys.stderr)
-    return USER_ERROR_EXIT_CODE
+    return ExitCode.USER_ERROR
