@@ -20,7 +20,9 @@ AT_DISPATCH = "step 2, micro-batch 1, layer 1, forward, dispatch"
 def test_a_dispatch_that_one_rank_skips_is_named_with_layer_and_rank(ranks: RankPool, tmp_path: Path):
     folder = tmp_path / "hang"
     errors = ranks.run(jobs.broken, 2, SPEC, EP2, folder, jobs.skips_the_dispatch_of_layer_1, 1)
-    assert all("Timed out" in error for error in errors)
+    # The first whose time is over closes its connections, which may end the other before its own time is over.
+    assert all(errors)
+    assert any("Timed out" in error for error in errors)
     page = (folder / "report.txt").read_text()
     number = _number_of(page, rf"  {AT_DISPATCH}: rank 1 went past it without all_to_all #(\d+) of default_pg")
     assert f"#{number} of default_pg, in which rank 0 waits.\n  Look first at rank_1.txt." in page
