@@ -4,6 +4,7 @@ python tools/benchmark.py expert-block --device cpu
 python tools/benchmark.py train-step --config-name L0_sanity --nproc 2
 python tools/benchmark.py collectives --nproc 2
 python tools/benchmark.py saves --nproc 2
+python tools/benchmark.py scaling --config-name L0_sanity --ranks 1 2
 """
 
 import argparse
@@ -53,7 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; each subcommand sets `run`, which takes the parsed arguments and returns the exit code."""
-    from tools.benchmarks.commands import collectives, expert_block, saves, train_step
+    from tools.benchmarks.commands import collectives, expert_block, saves, scaling, train_step
 
     parser = argparse.ArgumentParser(prog="benchmark.py", description="Measure parts of the framework.")
     commands = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     train_step.add(commands)
     collectives.add(commands)
     saves.add(commands)
+    scaling.add(commands)
     return parser
 
 

@@ -12,6 +12,7 @@ PARAMETERS = {
     "L1_8x7B_fsdp": "parameters: 46,702,792,704 (45,097,156,608 in experts), of which a token uses 12,748,853,248",
     "L1_8x7B_ep2_4layers": "parameters: 6,067,228,672",
     "L2_qwen3_30b_a3b_widths": "parameters: 30,532,122,624",
+    "L2_weak_scaling": "parameters: 26,200,805,376 (25,769,803,776 in experts)",
 }
 
 

@@ -167,6 +167,7 @@ def piece(start: float, end: float, part: str, *, communicates: bool = False) ->
 )
 def test_every_moment_is_given_once(pieces: list[Piece], parts: dict[str, float], idle: float):
     found, nothing = share_out(pieces, 0, 100)
-    assert found == parts
+    assert {whose.part: time for whose, time in found.items()} == parts
+    assert {whose.part for whose in found if whose.is_communication} == {"c"} & parts.keys()
     assert nothing == idle
     assert sum(found.values()) + nothing == 100

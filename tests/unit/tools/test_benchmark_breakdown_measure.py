@@ -11,10 +11,10 @@ from moe_framework.distributed.mesh import build_mesh
 from tests.helpers.one_rank import one_rank, tiny_config
 from tools.benchmarks.breakdown import ranges
 from tools.benchmarks.breakdown.attribute import UNATTRIBUTED, Attribution
-from tools.benchmarks.breakdown.measure import Breakdown, measure_breakdown
+from tools.benchmarks.breakdown.measure import Breakdown, measure_breakdown, summarise
 from tools.benchmarks.breakdown.ranges import ranges_around_parts
 from tools.benchmarks.breakdown.report import breakdown_markdown
-from tools.benchmarks.breakdown.trace import read_trace
+from tools.benchmarks.breakdown.trace import parse_trace, read_trace
 from tools.benchmarks.ceilings import Ceilings
 from tools.benchmarks.train_step.contender import Contender
 from tools.benchmarks.train_step.ours import build_ours
@@ -63,6 +63,40 @@ def test_top_kernels_are_sorted_and_named(found: Breakdown):
     times = [kernel.seconds for kernel in found.top_kernels]
     assert times == sorted(times, reverse=True)
     assert any(kernel.name == "aten::mm" and kernel.part == ranges.ATTENTION for kernel in found.top_kernels)
+
+
+def test_communication_is_hidden_where_computation_runs_beside_it():
+    def span(category: str, name: str, start: float, end: float, thread: int, call: int | None = None) -> dict:
+        times = {"ts": start, "dur": end - start}
+        arguments = {} if call is None else {"correlation": call}
+        return {"ph": "X", "cat": category, "name": name, "tid": thread, **times, "args": arguments}
+
+    events = [
+        span("user_annotation", ranges.STEP, 0, 1000, 1),
+        span("user_annotation", "part:permutation", 10, 100, 1),
+        span("cuda_runtime", "cudaLaunchKernel", 20, 21, 1, 1),
+        span("cuda_runtime", "cudaLaunchKernel", 30, 31, 1, 2),
+        span("user_annotation", "FSDP::all_gather", 110, 120, 1),
+        span("cuda_runtime", "cudaLaunchKernel", 112, 113, 1, 3),
+        span("cuda_runtime", "cudaLaunchKernel", 115, 116, 1, 4),
+        span("kernel", "ncclDevKernel_SendRecv", 400, 500, 7, 1),
+        span("kernel", "gather", 450, 475, 8, 2),
+        span("kernel", "ncclDevKernel_AllGather", 600, 700, 7, 3),
+        span("kernel", "copy", 700, 750, 7, 4),
+    ]
+    found = summarise(parse_trace(events), {}, CEILINGS)
+    seconds = {part.part: (part.seconds, part.exposed_seconds) for part in found.communication}
+    assert seconds == {
+        ranges.EXCHANGE: (pytest.approx(100e-6), pytest.approx(75e-6)),
+        ranges.SHARDING: (pytest.approx(100e-6), pytest.approx(100e-6)),
+    }
+    assert {part.name: part.seconds for part in found.parts}[ranges.SHARDING] == pytest.approx(150e-6)
+    text = breakdown_markdown("ours:bf16", found, CEILINGS)
+    assert "token exchange 0.10 ms, 25% hidden; FSDP copies and communication 0.10 ms, 0% hidden." in text
+
+
+def test_on_a_cpu_nothing_is_said_of_communication(found: Breakdown):
+    assert found.communication == []
 
 
 def test_markdown_ends_its_table_with_the_idle_time_and_the_step(found: Breakdown):

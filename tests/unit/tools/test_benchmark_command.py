@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
         (["no-such"], "invalid choice: 'no-such'"),
         (["expert-block", "--tokens", "0"], "argument --tokens: '0' is no integer of at least 1"),
         (["expert-block", "--num-experts", "8", "x"], "argument --num-experts: 'x' is no integer of at least 1"),
+        (["train-step", "--config-name", "x", "--published", "a=b"], "'a=b' is not NAME=RATIO"),
         (["expert-block", "--dtype", "fp16"], "invalid choice: 'fp16'"),
     ],
 )

@@ -55,6 +55,12 @@ def test_compile_beats_the_configuration_only_where_it_is_given(asked: bool | No
     assert resolved(compile_model=asked).config.train.compile is expected
 
 
+def test_published_ratios_need_the_peer_that_they_are_relative_to():
+    assert resolved(published=[("x", 2.0)]).published == (("x", 2.0),)
+    with pytest.raises(ConfigError, match="ratios to hf_eager, which must run beside them"):
+        resolved(peers=["hf_grouped_mm"], published=[("x", 2.0)])
+
+
 def test_a_configuration_that_does_not_fit_the_ranks_is_refused():
     with pytest.raises(ConfigError, match=r"parallel\.dp·ep·tp"):
         resolved(num_ranks=1, overrides=["parallel.dp=1", "parallel.ep=2"])

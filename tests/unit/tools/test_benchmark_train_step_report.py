@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -102,3 +103,22 @@ def test_chart_is_drawn_also_where_nothing_ran(rows: list[Row], tmp_path: Path):
     pytest.importorskip("matplotlib")
     report.write_chart(replace(REPORT, rows=rows), tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_published_ratios_are_in_text_and_chart_and_no_part_of_the_rows(tmp_path: Path):
+    published = resolved(peers=["hf_eager"], ours=["bf16"], published=[("elsewhere, 8 × B200", 2.21)])
+    with_ratio = replace(REPORT, options=published)
+    assert "Published elsewhere, as ratios to hf_eager there: elsewhere, 8 × B200 2.21." in report.to_markdown(
+        with_ratio
+    )
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    with mock.patch.object(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure)):
+        report.write_chart(with_ratio, tmp_path / "x.png")
+    above, below = drawn[0].axes
+    assert [label.get_text() for label in above.get_yticklabels()] == ["ours:bf16", "hf_eager"]
+    assert [label.get_text() for label in below.get_yticklabels()] == ["elsewhere, 8 × B200", "ours:bf16", "hf_eager"]
+    widths = [bar.get_width() for bar in below.patches]  # pyright: ignore[reportAttributeAccessIssue]
+    assert widths == [2.21, 1.5, 1.0]

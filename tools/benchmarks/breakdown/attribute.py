@@ -125,7 +125,19 @@ def host_pieces(trace: Trace) -> list[Piece]:
     return pieces
 
 
-def share_out(pieces: Iterable[Piece], start: float, end: float) -> tuple[dict[str, float], float]:
+class Whose(NamedTuple):
+    """To what a moment is given.
+
+    Attributes:
+        part: One of `ranges.PARTS`, or `UNATTRIBUTED`.
+        is_communication: Whether nothing but communication ran.
+    """
+
+    part: str
+    is_communication: bool
+
+
+def share_out(pieces: Iterable[Piece], start: float, end: float) -> tuple[dict[Whose, float], float]:
     """Give every moment to one part, so that the parts and the idle time add up to the whole.
 
     Where pieces overlap, computation counts before communication, and the earlier before the later.
@@ -136,10 +148,11 @@ def share_out(pieces: Iterable[Piece], start: float, end: float) -> tuple[dict[s
         end: Of the whole.
 
     Returns:
-        Microseconds of each part, and those in which nothing ran.
+        Microseconds of each part's computation and of its communication that no computation hid, and those in which
+        nothing ran.
     """
     ordered = sorted((p for p in pieces if p.end > start and p.start < end), key=lambda p: p.start)
-    totals: dict[str, float] = defaultdict(float)
+    totals: dict[Whose, float] = defaultdict(float)
     running: list[tuple[bool, float, int, float, str]] = []
     at, idle, next_piece = start, 0.0, 0
     while at < end:
@@ -152,7 +165,8 @@ def share_out(pieces: Iterable[Piece], start: float, end: float) -> tuple[dict[s
         until = ordered[next_piece].start if next_piece < len(ordered) else end
         if running:
             until = min(until, running[0][3])
-            totals[running[0][4]] += min(until, end) - at
+            is_communication, _, _, _, part = running[0]
+            totals[Whose(part, is_communication)] += min(until, end) - at
         else:
             idle += min(until, end) - at
         at = min(until, end)

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from moe_framework.config.schema import Config
 from moe_framework.model.decoder import Decoder
 from tools.benchmarks.breakdown import ranges
-from tools.benchmarks.breakdown.attribute import UNATTRIBUTED, Piece, device_pieces, host_pieces, share_out
+from tools.benchmarks.breakdown.attribute import UNATTRIBUTED, Piece, Whose, device_pieces, host_pieces, share_out
 from tools.benchmarks.breakdown.trace import Trace, read_trace
 from tools.benchmarks.breakdown.work import Work, work_of_parts
 from tools.benchmarks.ceilings import Ceilings
@@ -65,6 +65,26 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Communication:
+    """The collectives of one part; a kernel that waits for a slower rank counts as one that sends.
+
+    Attributes:
+        part: Whose they are.
+        seconds: Sum of their kernels, per step.
+        exposed_seconds: Of the step, in which no computation ran beside them.
+    """
+
+    part: str
+    seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden(self) -> float:
+        """Share of their time in which computation ran, 0 to 1."""
+        return max(0.0, 1 - self.exposed_seconds / self.seconds)
+
+
+@dataclass(frozen=True)
 class Breakdown:
     """Where the time of a step went, on rank 0.
 
@@ -73,6 +93,7 @@ class Breakdown:
         step_seconds: One of them; profiling slows the host down, so it is more than without.
         idle_seconds: Of it, in which no kernel ran (on a CPU: no operation).
         parts: By time.
+        communication: Of the parts that have some, by time; empty on a CPU, where a collective's threads are not seen.
         top_kernels: By time.
     """
 
@@ -80,6 +101,7 @@ class Breakdown:
     step_seconds: float
     idle_seconds: float
     parts: list[Part]
+    communication: list[Communication]
     top_kernels: list[Kernel]
 
 
@@ -138,15 +160,29 @@ def summarise(trace: Trace, work: dict[str, Work], ceilings: Ceilings) -> Breakd
     own, idle = share_out(inside, start, end)
     to_seconds = 1e-6 / len(steps)
     whole = (end - start) * to_seconds
-    busy: dict[str, float] = defaultdict(float)
+    shares = {whose: time * to_seconds for whose, time in own.items()}
+    busy: dict[Whose, float] = defaultdict(float)
     for piece in inside:
-        busy[piece.part] += (piece.end - piece.start) * to_seconds
-    names = [name for name in (*ranges.PARTS, UNATTRIBUTED) if name in busy or name in own]
-    parts = [
-        _part(name, own.get(name, 0.0) * to_seconds, busy[name], whole, work.get(name), ceilings) for name in names
+        busy[Whose(piece.part, piece.is_communication)] += (piece.end - piece.start) * to_seconds
+    names = [name for name in (*ranges.PARTS, UNATTRIBUTED) if any(name == part for part, _ in busy)]
+    parts = [_part(name, _total(shares, name), _total(busy, name), whole, work.get(name), ceilings) for name in names]
+    communication = [
+        Communication(whose.part, seconds, shares.get(whose, 0.0))
+        for whose, seconds in busy.items()
+        if trace.device and whose.is_communication
     ]
-    parts.sort(key=lambda part: -part.seconds)
-    return Breakdown(len(steps), whole, idle * to_seconds, parts, _top(inside, len(steps)))
+    return Breakdown(
+        steps=len(steps),
+        step_seconds=whole,
+        idle_seconds=idle * to_seconds,
+        parts=sorted(parts, key=lambda part: -part.seconds),
+        communication=sorted(communication, key=lambda part: -part.seconds),
+        top_kernels=_top(inside, len(steps)),
+    )
+
+
+def _total(seconds: dict[Whose, float], part: str) -> float:
+    return sum(value for whose, value in seconds.items() if whose.part == part)
 
 
 def _part(name: str, seconds: float, busy: float, whole: float, work: Work | None, ceilings: Ceilings) -> Part:

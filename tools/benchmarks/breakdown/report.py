@@ -23,6 +23,7 @@ def breakdown_markdown(name: str, found: Breakdown, ceilings: Ceilings) -> str:
             f"### Where the time of {name} goes (rank 0, mean of {found.steps} profiled steps)",
             markdown_table(header, [*map(_row, found.parts), idle, whole]),
             f"Ceilings of this run: {ceilings_text(ceilings)}.",
+            *([communication_text(found)] if found.communication else []),
             markdown_table(
                 ["ms/step", "calls/step", "part", "kernel"], [_kernel(k) for k in found.top_kernels[:SHORT_LIST]]
             ),
@@ -40,6 +41,12 @@ def ceilings_text(ceilings: Ceilings) -> str:
     if ceilings.exchange_bytes is not None:
         texts.append(f"all-to-all {ceilings.exchange_bytes / 1e9:.3g} GB/s sent per rank")
     return ", ".join(texts)
+
+
+def communication_text(found: Breakdown) -> str:
+    """Return how long each part's collectives took, and how much of it computation hid."""
+    texts = [f"{part.part} {part.seconds * 1e3:.2f} ms, {part.hidden:.0%} hidden" for part in found.communication]
+    return f"Communication (its kernels, waits for slower ranks included): {'; '.join(texts)}."
 
 
 def _time(seconds: float, whole: float) -> list[str]:

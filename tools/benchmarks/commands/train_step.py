@@ -40,6 +40,14 @@ def add(commands: Subcommands) -> None:
         "--compile", action=argparse.BooleanOptionalAction, help="ours (default: the configuration's train.compile)"
     )
     command.add_argument("--peer-clipping", action="store_true", help="clip Hugging Face's gradients as ours")
+    command.add_argument(
+        "--published",
+        nargs="+",
+        type=_named_ratio,
+        default=[],
+        metavar="NAME=RATIO",
+        help="ratios to hf_eager from elsewhere, drawn beside those of this run",
+    )
     command.add_argument("--breakdown", action="store_true", help="say where the time of our step goes, by part")
 
 
@@ -69,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         ours=arguments.ours,
         compile_model=arguments.compile,
         peer_clipping=arguments.peer_clipping,
+        published=arguments.published,
         breakdown=arguments.breakdown,
         warmup=arguments.warmup,
         repetitions=arguments.repetitions,
@@ -78,3 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
     found = session.run(options)
     write_outputs(arguments, found, report)
     return 0
+
+
+def _named_ratio(text: str) -> tuple[str, float]:
+    name, separator, number = text.rpartition("=")
+    try:
+        ratio = float(number)
+    except ValueError:
+        ratio = 0.0
+    if not (separator and name and 0 < ratio < float("inf")):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=RATIO, such as 'grouped GEMM, 8 × B200=1.09'")
+    return name, ratio

@@ -11,6 +11,9 @@ from moe_framework.distributed.runtime import launch_environment
 from moe_framework.errors import ConfigError
 from moe_framework.precision.modes import AUTO8, MODES
 
+# What published ratios are relative to.
+BASE = "hf_eager"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -25,6 +28,7 @@ class Options:
         peers: Names of peers.
         ours: Precision modes of ours.
         peer_clipping: Whether Hugging Face's gradients are clipped.
+        published: Names and ratios to `hf_eager` from elsewhere, for the report alone.
         breakdown: Whether our steps are profiled by part.
         warmup: Steps that are not kept.
         repetitions: Steps that are.
@@ -40,6 +44,7 @@ class Options:
     peers: tuple[str, ...]
     ours: tuple[str, ...]
     peer_clipping: bool
+    published: tuple[tuple[str, float], ...]
     breakdown: bool
     warmup: int
     repetitions: int
@@ -72,6 +77,7 @@ def resolve(
     repetitions: int,
     seed: int,
     partial_file: Path | None,
+    published: Sequence[tuple[str, float]] = (),
 ) -> Options:
     """Compose and check the configuration once per precision mode.
 
@@ -90,6 +96,7 @@ def resolve(
         repetitions: See `Options`.
         seed: See `Options`.
         partial_file: See `Options`.
+        published: See `Options`.
 
     Returns:
         The measurement.
@@ -103,6 +110,8 @@ def resolve(
     modes = tuple(ours) if ours is not None else (config.precision.mode,)
     if not modes and not peers:
         raise ConfigError("--peers and --ours are both empty. Name at least one contender.")
+    if published and BASE not in peers:
+        raise ConfigError(f"--published has ratios to {BASE}, which must run beside them. Add it to --peers.")
     if unknown := [mode for mode in modes if mode not in (*MODES, AUTO8)]:
         raise ConfigError([f"--ours={mode} must be one of {', '.join((*MODES, AUTO8))}." for mode in unknown])
     if compile_model is not None:
@@ -119,6 +128,7 @@ def resolve(
         peers=tuple(peers),
         ours=modes,
         peer_clipping=peer_clipping,
+        published=tuple(published),
         breakdown=breakdown,
         warmup=warmup,
         repetitions=repetitions,

@@ -1,6 +1,7 @@
 """The results of `train-step` as Markdown, as JSON, and as a bar chart."""
 
 import json
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,11 +9,12 @@ from typing import TYPE_CHECKING
 from tools.benchmarks.breakdown.report import breakdown_markdown
 from tools.benchmarks.report import markdown_table, milliseconds
 from tools.benchmarks.train_step.measure import Row
+from tools.benchmarks.train_step.options import BASE
 
 if TYPE_CHECKING:
     from tools.benchmarks.train_step.session import Report
 
-OURS_COLOR, PEER_COLOR = "#1a73e8", "#9aa0a6"
+OURS_COLOR, PEER_COLOR, PUBLISHED_COLOR = "#1a73e8", "#9aa0a6", "#f4b400"
 
 
 def to_markdown(report: "Report") -> str:
@@ -31,6 +33,9 @@ def to_markdown(report: "Report") -> str:
         _table(report),
         _differences(report.rows),
     ]
+    if options.published:
+        ratios = "; ".join(f"{name} {ratio:.2f}" for name, ratio in options.published)
+        parts.append(f"Published elsewhere, as ratios to {BASE} there: {ratios}.")
     if report.ceilings is not None:
         parts += [breakdown_markdown(row.name, row.breakdown, report.ceilings) for row in report.rows if row.breakdown]
     return "\n\n".join(parts)
@@ -89,25 +94,39 @@ def write_json(report: "Report", file: Path) -> None:
 
 
 def write_chart(report: "Report", file: Path) -> None:
-    """Draw tokens/s per GPU as horizontal bars; the format follows the file's suffix."""
+    """Draw tokens/s per GPU as horizontal bars, and below them ratios where some were published.
+
+    The format follows the file's suffix.
+    """
     # Imported here: optional, and slow to import.
     from matplotlib.figure import Figure
 
-    rows = [row for row in report.rows if row.tokens_per_second_per_gpu is not None][::-1]
-    figure = Figure(figsize=(7.0, 1.2 + 0.45 * max(len(rows), 1)), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(
-        [row.name for row in rows],
-        [row.tokens_per_second_per_gpu or 0.0 for row in rows],
-        color=[OURS_COLOR if row.name.startswith("ours") else PEER_COLOR for row in rows],
-    )
-    axes.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=3)
-    axes.set(xlabel="tokens/s per GPU")
-    axes.set_title(
+    ran = {row.name: row for row in report.rows if row.tokens_per_second_per_gpu is not None}
+    panels = [
+        ("tokens/s per GPU", {name: row.tokens_per_second_per_gpu or 0.0 for name, row in ran.items()}, "{:,.0f}")
+    ]
+    if report.options.published:
+        ratios = {name: row.ratios[BASE] for name, row in ran.items() if BASE in row.ratios}
+        panels.append((f"tokens/s over {BASE}'s", ratios | dict(report.options.published), "{:.2f}"))
+    heights = [0.6 + 0.45 * max(len(values), 1) for _, values, _ in panels]
+    figure = Figure(figsize=(7.0, 0.6 + sum(heights)), layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (label, values, digits) in zip(all_axes, panels, strict=True):
+        names = list(values)[::-1]
+        bars = axes.barh(names, [values[name] for name in names], color=[_color(name, ran) for name in names])
+        axes.bar_label(bars, fmt=digits, fontsize=8, padding=3)
+        axes.set(xlabel=label)
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].set_title(
         f"{report.options.config_name}, {report.options.config.model.num_layers} layers, "
         f"{report.num_ranks} × {report.machine.gpu or 'CPU rank'}",
         fontsize=9,
     )
-    axes.margins(x=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110)
+
+
+def _color(name: str, ran: Container[str]) -> str:
+    if name not in ran:
+        return PUBLISHED_COLOR
+    return OURS_COLOR if name.startswith("ours") else PEER_COLOR

@@ -1,0 +1,1 @@
+"""The benchmark `scaling`: one training step at several numbers of ranks."""
