@@ -168,13 +168,17 @@ class DataConfig:
     """The sequences and how they become rows.
 
     Attributes:
-        path: A FASTA file, plain or .gz; null for the E. coli W3110 genome inside the `demo` extra.
+        path: A FASTA file, plain or .gz; the prefix of Megatron-Core's token files, PREFIX.bin and PREFIX.idx; several
+            of one kind with weights, '0.7 /data/a 0.3 /data/b'; null for the E. coli W3110 genome inside the `demo`
+            extra.
         seq_length: Tokens in one row, and the longest window of a sequence.
-        stride: Tokens by which consecutive windows of a long sequence overlap, the meaning that Hugging
+        stride: FASTA only: tokens by which consecutive windows of a long sequence overlap, the meaning that Hugging
             Face's tokenizers give the word; 0 means that every base is a target once per epoch.
-        reverse_complement: Read each row from the other strand with probability one half, decided by
+        reverse_complement: FASTA only: read each row from the other strand with probability one half, decided by
             (seed, epoch, sample).
-        heldout_fraction: Share of all bases, at the end of the file, that training never sees; evaluated.
+        separate_documents: Token files only: keep the documents of a row apart, in attention and positions, without
+            a target across the border. false: a row is one stream, which needs no mask.
+        heldout_fraction: Share of all tokens, at the end of each file, that training never sees; evaluated.
         prefetch: Micro-batches prepared ahead by a background thread; 0 for none and no thread.
     """
 
@@ -182,6 +186,7 @@ class DataConfig:
     seq_length: int = 8192
     stride: int = 0
     reverse_complement: bool = False
+    separate_documents: bool = True
     heldout_fraction: float = 0.05
     prefetch: int = 2
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from moe_framework.data.fasta import Sequences, read_fasta
-from moe_framework.data.order import flip_strand, sample_at
-from moe_framework.data.packing import Region, Row, Rows, build_rows, empty_row, split_regions
-from moe_framework.data.tokenizer import IGNORE_INDEX, A
+from moe_framework.data.order import flip_strand
+from moe_framework.data.rows import Row, RowSource, empty_row
+from moe_framework.data.tokenizer import IGNORE_INDEX
 from moe_framework.errors import DataError
 
 FILLER_SAMPLE = -1
@@ -104,7 +103,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowSource,
         *,
         global_batch_size: int,
         micro_batch_size: int,
@@ -202,20 +201,20 @@ class TrainLoader:
             first_sample += self._global_batch_size
 
     def _read(self, samples: np.ndarray) -> Batch:
-        rows, _ = sample_at(samples, len(self._rows), self._seed)
+        rows = self._rows.order(samples, self._seed)
         flips = flip_strand(samples, self._seed) & self._reverse_complement
         try:
             read = [self._rows.materialise(int(row), bool(flip)) for row, flip in zip(rows, flips, strict=True)]
         except (StopIteration, EOFError) as error:
             raise DataError(
-                f"data.path={self._rows.sequences.path}: data ended early, at samples {samples[0]} to {samples[-1]} "
+                f"data.path={self._rows.path}: data ended early, at samples {samples[0]} to {samples[-1]} "
                 f"of data rank {self._data_rank}. Give every rank the same complete file."
             ) from error
         return collate(read, tuple(samples.tolist()))
 
 
 def heldout_batches(
-    rows: Rows, *, micro_batch_size: int, data_rank: int, num_data_ranks: int, max_rows: int = 0
+    rows: RowSource, *, micro_batch_size: int, data_rank: int, num_data_ranks: int, max_rows: int = 0
 ) -> Iterator[Batch]:
     """Yields one data rank's share of the held-out rows, in order and from the forward strand.
 
@@ -237,44 +236,3 @@ def heldout_batches(
         ids += [FILLER_SAMPLE] * (micro_batch_size - len(ids))
         read = [empty_row(rows.seq_length) if row == FILLER_SAMPLE else rows.materialise(row) for row in ids]
         yield collate(read, tuple(ids))
-
-
-def load_rows(
-    *, path: str | None, seq_length: int, stride: int, heldout_fraction: float
-) -> tuple[Rows, Rows, Sequences]:
-    """Reads a file, splits off the held-out region, and packs both parts.
-
-    The held-out rows never overlap, whatever `stride` is, so that each held-out base counts once in the loss.
-
-    Args:
-        path: A FASTA file, or null for the genome of the `demo` extra.
-        seq_length: Positions of a row.
-        stride: Tokens by which training windows overlap.
-        heldout_fraction: Share of all bases, at the end of the file, to hold out.
-
-    Returns:
-        The training rows, the held-out rows, and the sequences they index.
-
-    Raises:
-        DataError: The file cannot be used, or one of the two parts has no base to predict.
-        DependencyError: `path` is null and the `demo` extra is not installed.
-    """
-    sequences = read_fasta(path)
-    train, heldout = split_regions(sequences, heldout_fraction)
-    train_rows = build_rows(sequences, train, seq_length, stride)
-    heldout_rows = build_rows(sequences, heldout, seq_length)
-    parts = (("training", train, train_rows, "Lower"), ("held-out", heldout, heldout_rows, "Raise"))
-    for name, region, rows, verb in parts:
-        if not _has_target(sequences, region, rows):
-            raise DataError(
-                f"data.heldout_fraction={heldout_fraction}: the {name} part of {sequences.path} has no A, C, G or T to "
-                f"predict ({region.stop - region.start} of {sequences.num_bases} bases, {len(rows)} rows of "
-                f"data.seq_length={seq_length}). {verb} data.heldout_fraction, or give a longer file."
-            )
-    return train_rows, heldout_rows, sequences
-
-
-def _has_target(sequences: Sequences, region: Region, rows: Rows) -> bool:
-    # The first base after the cut has nothing before it to be predicted from.
-    first = region.start + int(region.start not in sequences.offsets)
-    return len(rows) > 0 and bool((sequences.tokens[first : region.stop] >= A).any())

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_framework.data.fasta import Sequences
-from moe_framework.data.tokenizer import BOS, EOS, IGNORE_INDEX, PAD, A, NucleotideTokenizer
-
-PADDING_DOCUMENT = -1
+from moe_framework.data.order import sample_at
+from moe_framework.data.rows import Row, empty_row
+from moe_framework.data.tokenizer import BOS, EOS, IGNORE_INDEX, A, NucleotideTokenizer
 
 
 class Region(NamedTuple):
@@ -24,24 +24,6 @@ class Region(NamedTuple):
 
     start: int
     stop: int
-
-
-class Row(NamedTuple):
-    """One sample.
-
-    Attributes:
-        tokens: `[S] int64` inputs; PAD after the last document.
-        targets: `[S] int64` next tokens; IGNORE_INDEX where the next token is not A, C, G or T, and on padding.
-        positions: `[S] int64`, from 0 in each document; 0 on padding.
-        document_ids: `[S] int64` 0, 1, 2, …; PADDING_DOCUMENT on padding.
-        num_tokens: Positions that are not padding.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    document_ids: np.ndarray
-    num_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +50,15 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.row_offsets) - 1
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self.sequences.path
+
+    def order(self, samples: np.ndarray, seed: int) -> np.ndarray:
+        """See `RowSource.order`."""
+        return sample_at(samples, len(self), seed)[0]
 
     def materialise(self, row: int, reverse_complement: bool = False) -> Row:
         """Builds one row.
@@ -107,21 +98,6 @@ class Rows:
         if stop == num_tokens:
             tokens[-1] = EOS
         return tokens
-
-
-def empty_row(seq_length: int) -> Row:
-    """Returns a row of padding only.
-
-    Args:
-        seq_length: Positions S of the row.
-    """
-    return Row(
-        tokens=np.full(seq_length, PAD, dtype=np.int64),
-        targets=np.full(seq_length, IGNORE_INDEX, dtype=np.int64),
-        positions=np.zeros(seq_length, dtype=np.int64),
-        document_ids=np.full(seq_length, PADDING_DOCUMENT, dtype=np.int64),
-        num_tokens=0,
-    )
 
 
 def split_regions(sequences: Sequences, heldout_fraction: float) -> tuple[Region, Region]:

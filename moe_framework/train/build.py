@@ -9,9 +9,8 @@ import torch.distributed as dist
 from moe_framework.checkpoint.manifest import read_manifest
 from moe_framework.checkpoint.store import CheckpointStore
 from moe_framework.config.schema import Config
-from moe_framework.data.fasta import Sequences
-from moe_framework.data.loader import TrainLoader, load_rows
-from moe_framework.data.packing import Rows
+from moe_framework.data.loader import TrainLoader
+from moe_framework.data.sources import Cut, Data, open_data
 from moe_framework.distributed.collectives import together
 from moe_framework.distributed.mesh import ParallelMesh, build_mesh
 from moe_framework.distributed.runtime import Runtime
@@ -41,7 +40,7 @@ class Training:
     mesh: ParallelMesh
     model: Decoder
     optimizer: AdamW
-    data: "TrainingData"
+    data: Data
     store: CheckpointStore
     experts_backend: str
 
@@ -59,21 +58,6 @@ class Training:
             prefetch=config.data.prefetch,
             consumed_samples=consumed_samples,
         )
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The sequences as rows.
-
-    Attributes:
-        train: Rows of the region that is trained on.
-        heldout: Rows of the region that training never sees.
-        sequences: What they were cut from.
-    """
-
-    train: Rows
-    heldout: Rows
-    sequences: Sequences
 
 
 def checkpoint_dir(config: Config) -> Path:
@@ -102,7 +86,7 @@ def build_training(config: Config, runtime: Runtime) -> Training:
 
     Collective: the world; every rank must call.
     """
-    data = _load_data(config)
+    data = _open_same_data(config)
     mesh = mesh_of(config, runtime.device.type)
     store = CheckpointStore(
         checkpoint_dir(config),
@@ -176,26 +160,28 @@ def _saved_backend(config: Config, store: CheckpointStore) -> str | None:
         return None  # resuming will say what is wrong with it, on every rank
 
 
-def _load_data(config: Config) -> TrainingData:
-    read = partial(
-        load_rows,
-        path=config.data.path,
-        seq_length=config.data.seq_length,
-        stride=config.data.stride,
-        heldout_fraction=config.data.heldout_fraction,
+def cut_of(config: Config) -> Cut:
+    """Return how the configuration's data becomes rows."""
+    data = config.data
+    return Cut(
+        seq_length=data.seq_length,
+        heldout_fraction=data.heldout_fraction,
+        stride=data.stride,
+        reverse_complement=data.reverse_complement,
+        separate_documents=data.separate_documents,
+        vocab_size=config.model.vocab_size,
     )
-    data = TrainingData(*together(read))
-    _check_same_data(data.sequences, config)
-    return data
 
 
-def _check_same_data(sequences: Sequences, config: Config) -> None:
-    """Stop where two hosts have different files: their ranks would shuffle, and split, different rows."""
+def _open_same_data(config: Config) -> Data:
+    """Open the data, and stop where two hosts have different files: their ranks would shuffle and split other rows."""
+    data = together(partial(open_data, config.data.path, cut_of(config)))
     fingerprints = [""] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, sequences.fingerprint)
+    dist.all_gather_object(fingerprints, data.fingerprint)
     others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if others:
         raise DataError(
             f"data.path={config.data.path}: rank {', '.join(map(str, others))} read other sequences than rank 0. "
-            "Give every host the same file."
+            "Give every host the same files."
         )
+    return data

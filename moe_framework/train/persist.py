@@ -213,11 +213,12 @@ def _data_identity(training: Training) -> dict[str, Any]:
     """What a position in the data means something for: with any of these changed, it would be other samples."""
     config = training.config
     return {
-        "data.path": training.data.sequences.fingerprint,
+        "data.path": training.data.fingerprint,
         "data.seq_length": config.data.seq_length,
         "data.stride": config.data.stride,
         "data.heldout_fraction": config.data.heldout_fraction,
         "data.reverse_complement": config.data.reverse_complement,
+        "data.separate_documents": config.data.separate_documents,
         "train.seed": config.train.seed,
     }
 
@@ -230,7 +231,8 @@ def _model_identity(model: dict[str, Any]) -> dict[str, Any]:
 def _check_same_run(step_dir: Path, state: dict[str, Any], training: Training) -> None:
     """Refuse what the shapes of the tensors cannot show: another number of heads, another order of the data."""
     current = _model_identity(dataclasses.asdict(training.config.model)) | _data_identity(training)
-    saved = _model_identity(state["config"]["model"]) | state["data"]
+    # Checkpoints of before there were token files lack their key.
+    saved = _model_identity(state["config"]["model"]) | {"data.separate_documents": True} | state["data"]
     different = [
         f"{key} was {saved.get(key)!r}, now {value!r}" for key, value in current.items() if saved.get(key) != value
     ]

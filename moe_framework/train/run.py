@@ -178,12 +178,14 @@ def _mfu_per_token_rate(training: Training) -> float:
 
 
 def _baselines(training: Training) -> dict[str, float]:
-    """Losses of models that need no training to speak of, on the same targets; nats per base."""
-    sequences = training.data.sequences
-    regions = split_regions(sequences, training.config.data.heldout_fraction)
-    markov = markov_losses(sequences, *regions)
-    return {
-        "uniform_loss": math.log(4),
+    """Losses of models that need no training to speak of, on the same targets; nats per target."""
+    data = training.data
+    uniform = {"uniform_loss": math.log(data.alphabet_size)}
+    if data.sequences is None:
+        return uniform
+    regions = split_regions(data.sequences, training.config.data.heldout_fraction)
+    markov = markov_losses(data.sequences, *regions)
+    return uniform | {
         "markov1_loss": markov[1],
         "markov3_loss": markov[3],
         "markov_best_loss": min(markov.values()),

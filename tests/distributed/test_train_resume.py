@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_framework.checkpoint import read_manifest
-from moe_framework.data.loader import load_rows
+from moe_framework.data.sources import Cut, open_data
 from tests.distributed import train_jobs as jobs
 from tests.helpers.pool import RankPool
 from tests.helpers.tiny_runs import arguments, losses, metrics, step_numbers, write_genome
@@ -94,7 +94,7 @@ def test_other_layouts_go_on_with_the_same_batches_and_losses(ranks: RankPool, w
 
 def test_epochs_pass_in_these_runs_and_each_has_its_own_order(whole):
     folder, seen = whole
-    num_rows = len(load_rows(path=str(folder / "genome.fa"), seq_length=64, stride=0, heldout_fraction=0.1)[0])
+    num_rows = len(open_data(str(folder / "genome.fa"), Cut(seq_length=64, heldout_fraction=0.1)).train)
     rows = [digest for _, step in sorted(rows_by_step(seen).items()) for _, digest in sorted(step.items())]
     assert len(rows) == 48 > 3 * num_rows
     epochs = [rows[start : start + num_rows] for start in (0, num_rows, 2 * num_rows)]

@@ -28,11 +28,12 @@ HOMES = {
     ),
     "megatron": (
         "moe_framework.checkpoint.megatron",
-        "moe_framework.data.indexed",
         "tools.convert_checkpoint",
         "tools.benchmarks.train_step.megatron",
     ),
     "nvidia_resiliency_ext": ("moe_framework.resilience",),
+    "tokenizers": ("tools.preparation",),
+    "pyarrow": ("tools.preparation",),
 }
 
 ENVIRONMENT_READER = "moe_framework.distributed.runtime"

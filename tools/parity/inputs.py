@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from moe_framework.config.schema import Config
-from moe_framework.data.loader import Batch, TrainLoader, load_rows
+from moe_framework.data.loader import Batch, TrainLoader
+from moe_framework.data.sources import open_data
 from moe_framework.data.tokenizer import IGNORE_INDEX
 from moe_framework.distributed.mesh import ParallelMesh
+from moe_framework.train.build import cut_of
 
 BASES = "ACGT"
 
@@ -40,11 +42,8 @@ def write_documents(path: Path, config: Config, *, steps: int, seed: int) -> Non
 def make_loader(config: Config, mesh: ParallelMesh) -> TrainLoader:
     """Make a rank's loader, as training does."""
     data = config.data
-    rows, _, _ = load_rows(
-        path=data.path, seq_length=data.seq_length, stride=data.stride, heldout_fraction=data.heldout_fraction
-    )
     return TrainLoader(
-        rows,
+        open_data(data.path, cut_of(config)).train,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         data_rank=mesh.data_rank,

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from moe_framework.data.fasta import Sequences
-from moe_framework.data.loader import FILLER_SAMPLE, TrainLoader, collate, heldout_batches, load_rows
+from moe_framework.data.loader import FILLER_SAMPLE, TrainLoader, collate, heldout_batches
 from moe_framework.data.order import flip_strand, sample_at
-from moe_framework.data.packing import Region, build_rows, empty_row
+from moe_framework.data.packing import Region, build_rows
+from moe_framework.data.rows import empty_row
 from moe_framework.data.tokenizer import IGNORE_INDEX, PAD, NucleotideTokenizer
 from moe_framework.errors import DataError
 
@@ -126,7 +127,7 @@ class EndingRows:
     """Rows that fail from one call on."""
 
     def __init__(self, rows, error: Exception, after: int):
-        self.sequences, self.seq_length = rows.sequences, rows.seq_length
+        self.path, self.seq_length, self.order = rows.path, rows.seq_length, rows.order
         self._rows, self._error, self._left = rows, error, after
 
     def __len__(self):
@@ -266,35 +267,3 @@ def test_limited_heldout_rows_are_spread_evenly_and_the_same_at_every_layout():
     assert shares[0].sample_ids + shares[1].sample_ids == whole.sample_ids
     everything = list(heldout_batches(rows, micro_batch_size=1, data_rank=0, num_data_ranks=1, max_rows=10**9))
     assert len(everything) == len(rows)
-
-
-def write_fasta(folder, text: str) -> str:
-    path = folder / "x.fa"
-    path.write_text(text)
-    return str(path)
-
-
-def test_load_rows_splits_one_file_and_never_overlaps_the_heldout_part(tmp_path):
-    path = write_fasta(tmp_path, ">a\n" + "ACGT" * 50 + "\n")
-    train, heldout, sequences = load_rows(path=path, seq_length=8, stride=4, heldout_fraction=0.25)
-    assert sequences.num_bases == 200
-    assert train.window_stop.max() == 151
-    assert heldout.window_start.min() == 151
-    assert (np.diff(train.window_start) == 4).all()
-    assert (np.diff(heldout.window_start) == 8).all()
-
-
-@pytest.mark.parametrize(
-    ("text", "fraction", "part"),
-    [
-        (">a\nACGTACGT\n", 0.0, "held-out"),
-        (">a\nACGTACGT\n", 1.0, "training"),
-        (">a\nACGTACGTAC\n", 0.1, "held-out"),
-        (">a\nACGTACGT\n>b\nNNNNNNNN\n", 0.5, "held-out"),
-        (">a\nNNNNNNNN\n>b\nACGTACGT\n", 0.5, "training"),
-    ],
-)
-def test_part_without_anything_to_predict_names_the_keys(tmp_path, text, fraction, part):
-    expected = rf"data.heldout_fraction={fraction}: the {part} part .*data.seq_length=8.*data.heldout_fraction"
-    with pytest.raises(DataError, match=expected):
-        load_rows(path=write_fasta(tmp_path, text), seq_length=8, stride=0, heldout_fraction=fraction)

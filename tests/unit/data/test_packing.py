@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_framework.data.fasta import Sequences
-from moe_framework.data.packing import PADDING_DOCUMENT, Region, build_rows, pack, split_regions
+from moe_framework.data.packing import Region, build_rows, pack, split_regions
+from moe_framework.data.rows import PADDING_DOCUMENT
 from moe_framework.data.tokenizer import BOS, EOS, IGNORE_INDEX, PAD, A, N, NucleotideTokenizer
 
 

@@ -5,7 +5,7 @@ import torch
 
 from moe_framework.config.schema import ModelConfig
 from moe_framework.data.loader import Batch, collate
-from moe_framework.data.packing import Row, empty_row
+from moe_framework.data.rows import Row, empty_row
 from moe_framework.data.tokenizer import IGNORE_INDEX
 from moe_framework.model.decoder import Decoder
 from moe_framework.model.init import initialise

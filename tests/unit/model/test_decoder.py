@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_framework.data.loader import Batch, collate
-from moe_framework.data.packing import Row
+from moe_framework.data.rows import Row
 from moe_framework.model.decoder import Decoder
 from moe_framework.train.step import Objective, StepCounts, accumulate_gradients
 from tests.unit.model.builders import SMALL, plain_decoder, random_batch, relative_difference

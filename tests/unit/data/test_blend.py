@@ -1,0 +1,104 @@
+"""Blends: the shares hold in every block, each part goes through its own epochs, and rows are those of the parts."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from moe_framework.data.blend import BLOCK, BlendedRows, counts_of
+from moe_framework.data.order import sample_at
+from moe_framework.data.rows import Row, empty_row
+
+
+class Numbered:
+    """Rows that hold their own number."""
+
+    seq_length = 4
+
+    def __init__(self, name: str, length: int):
+        self.path, self._length = name, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def order(self, samples: np.ndarray, seed: int) -> np.ndarray:
+        return sample_at(samples, self._length, seed)[0]
+
+    def materialise(self, row: int, reverse_complement: bool = False) -> Row:
+        assert 0 <= row < self._length
+        return empty_row(self.seq_length)._replace(num_tokens=row + 1000 * reverse_complement)
+
+
+def blend(*weights: float, lengths: tuple[int, ...] = (7, 100, 3000)) -> BlendedRows:
+    parts = tuple(Numbered(f"/{number}", length) for number, length in enumerate(lengths[: len(weights)]))
+    return BlendedRows(parts, counts_of(weights))
+
+
+def part_of(rows: np.ndarray, lengths: tuple[int, ...] = (7, 100, 3000)) -> np.ndarray:
+    return np.searchsorted(np.cumsum(lengths), rows, side="right")
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ((1.0, 1.0), (5000, 5000)),
+        ((7.0, 3.0), (7000, 3000)),
+        ((1.0, 1.0, 1.0), (3334, 3333, 3333)),
+        ((0.99996, 0.00004), (10000, 0)),
+        ((0.5, 0.25, 0.25), (5000, 2500, 2500)),
+    ],
+)
+def test_weights_become_samples_of_a_block(weights: tuple[float, ...], counts: tuple[int, ...]):
+    assert counts_of(weights) == counts
+    assert sum(counts) == BLOCK
+
+
+def test_every_block_holds_the_shares_exactly_and_in_an_order_of_its_own():
+    rows = blend(0.5, 0.3, 0.2)
+    parts = [part_of(rows.order(np.arange(block * BLOCK, (block + 1) * BLOCK), 3)) for block in range(3)]
+    assert [Counter(block.tolist()) for block in parts] == [{0: 5000, 1: 3000, 2: 2000}] * 3
+    assert not np.array_equal(parts[0], parts[1])
+
+
+def test_short_stretches_have_about_the_shares():
+    chosen = part_of(blend(0.5, 0.5).order(np.arange(400), 0))
+    # Drawn without replacement from 5,000 of each: six standard deviations of a fair coin are 60.
+    assert abs(int((chosen == 0).sum()) - 200) < 60
+
+
+def test_each_part_goes_through_epochs_of_its_own():
+    rows = blend(0.5, 0.3, 0.2).order(np.arange(4 * BLOCK), 5)
+    for part, (offset, length) in enumerate(((0, 7), (7, 100), (107, 3000))):
+        own = Counter((rows[part_of(rows) == part] - offset).tolist())
+        drawn = (20000, 12000, 8000)[part]
+        assert set(own) <= set(range(length))
+        assert set(own.values()) <= {drawn // length, drawn // length + 1}
+
+
+def test_a_sample_is_the_same_whatever_is_asked_beside_it():
+    rows = blend(0.5, 0.3, 0.2)
+    samples = np.arange(BLOCK - 50, BLOCK + 50)
+    together = rows.order(samples, 9)
+    assert [int(rows.order(np.array([sample]), 9)[0]) for sample in samples] == together.tolist()
+    assert not np.array_equal(rows.order(samples, 10), together)
+
+
+def test_rows_are_those_of_the_parts():
+    rows = blend(1.0, 1.0, 1.0)
+    assert len(rows) == 3107
+    assert [rows.materialise(row).num_tokens for row in (0, 6, 7, 106, 107, 3106)] == [0, 6, 0, 99, 0, 2999]
+    assert rows.materialise(8, True).num_tokens == 1001
+    for row in (-1, 3107):
+        with pytest.raises(IndexError):
+            rows.materialise(row)
+
+
+def test_equal_parts_are_not_in_the_same_order():
+    rows = blend(1.0, 1.0, lengths=(50, 50)).order(np.arange(BLOCK), 0)
+    own = [rows[rows < 50].tolist(), (rows[rows >= 50] - 50).tolist()]
+    assert sorted(own[0][:50]) != own[0][:50]
+    assert own[0] != own[1]
+
+
+def test_the_path_names_shares_and_parts():
+    assert blend(0.7, 0.3).path == "0.7 /0 0.3 /1"
