@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from moe_framework.data.blend import BLOCK, BlendedRows, counts_of
 from moe_framework.data.fasta import Sequences, read_fasta
-from moe_framework.data.indexed import indexed_prefix, read_indexed
+from moe_framework.data.indexed import SUFFIXES, indexed_prefix, read_indexed
 from moe_framework.data.packing import Region, Rows, build_rows, split_regions
 from moe_framework.data.rows import RowSource
 from moe_framework.data.token_rows import split_tokens
@@ -97,6 +97,19 @@ def open_data(path: str | None, cut: Cut) -> Data:
     )
 
 
+def files_of(path: str) -> list[str]:
+    """Return the files that a data path names, whether or not they exist; nothing is opened.
+
+    Raises:
+        ConfigError: See `parse_weights`.
+    """
+    files = []
+    for name in [name for _, name in parse_weights(path) or [(1.0, path)]]:
+        prefix = indexed_prefix(name)
+        files += [name] if prefix is None else [prefix + suffix for suffix in SUFFIXES]
+    return files
+
+
 def parse_weights(path: str | None) -> list[tuple[float, str]] | None:
     """Read `weight path weight path …`, as Megatron-LM's --data-path has it.
 
@@ -135,10 +148,15 @@ def _open_one(path: str | None, cut: Cut) -> Data:
 
 
 def _open_tokens(prefix: str, cut: Cut) -> Data:
-    unused = [f"data.{key}={value}" for key in ("stride", "reverse_complement") if (value := getattr(cut, key))]
-    if unused:
+    unset = {"stride": 0, "reverse_complement": False}
+    used = {key: value for key, none in unset.items() if (value := getattr(cut, key)) != none}
+    if used:
         raise ConfigError(
-            [f"{text} needs FASTA, and data.path={prefix} names token files. Unset it." for text in unused]
+            [
+                f"data.{key}={value} needs FASTA, and data.path={prefix} names token files. "
+                f"Set data.{key}={unset[key]}."
+                for key, value in used.items()
+            ]
         )
     tokens = read_indexed(prefix)
     train, heldout = split_tokens(

@@ -8,6 +8,7 @@ from pathlib import Path
 from moe_framework.config.schema import AUTO, Config
 from moe_framework.config.validate import is_planned, planned_world_size, validate
 from moe_framework.data.fasta import demo_path
+from moe_framework.data.sources import files_of
 from moe_framework.errors import ConfigError, DependencyError
 from moe_framework.precision.modes import AUTO8, EMULATED, MODES, resolve_mode
 from moe_framework.train.build import checkpoint_dir, run_dir
@@ -159,7 +160,11 @@ def _file_violations(config: Config) -> Iterator[str]:
         except DependencyError as error:
             yield str(error)
     else:
-        yield from _unreadable("data.path", config.data.path, "Give a FASTA file, .gz or plain.")
+        try:
+            for name in files_of(config.data.path):
+                yield from _unreadable("data.path", name, "Give a FASTA file, or the prefix of token files.")
+        except ConfigError as error:
+            yield from error.violations
     resume, init_from = config.checkpoint.resume, config.checkpoint.init_from
     if resume not in (AUTO, "never"):
         yield from _unreadable("checkpoint.resume", resume, "Give a step folder, auto or never.")

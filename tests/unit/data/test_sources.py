@@ -8,7 +8,7 @@ import pytest
 
 from moe_framework.data.blend import BlendedRows
 from moe_framework.data.packing import Rows
-from moe_framework.data.sources import Cut, Data, open_data, parse_weights
+from moe_framework.data.sources import Cut, Data, files_of, open_data, parse_weights
 from moe_framework.data.token_rows import TokenRows
 from moe_framework.errors import ConfigError, DataError
 from tests.helpers.token_files import write_token_files
@@ -82,9 +82,11 @@ def test_token_files_too_short_for_a_row_name_the_keys(
         opened(path, heldout_fraction=fraction)
 
 
-@pytest.mark.parametrize(("key", "value"), [("stride", 2), ("reverse_complement", True)])
-def test_keys_of_fasta_are_refused_for_token_files(tmp_path: Path, key: str, value: Any):
-    with pytest.raises(ConfigError, match=rf"data\.{key}={value} needs FASTA, and data\.path="):
+@pytest.mark.parametrize(("key", "value", "none"), [("stride", 2, 0), ("reverse_complement", True, False)])
+def test_keys_of_fasta_are_refused_for_token_files(tmp_path: Path, key: str, value: Any, none: Any):
+    with pytest.raises(
+        ConfigError, match=rf"data\.{key}={value} needs FASTA, and data\.path=.* Set data\.{key}={none}\."
+    ):
         opened(write_tokens(tmp_path, "text", range(40)), **{key: value})
 
 
@@ -151,3 +153,10 @@ def test_an_error_of_a_part_names_its_path(tmp_path: Path):
     a = write_tokens(tmp_path, "a", range(100))
     with pytest.raises(DataError, match=r"data\.path=.*/missing\.fa: no such file"):
         opened(f"1 {a} 1 {tmp_path}/missing.fa", vocab_size=200)
+
+
+def test_the_files_that_a_path_names_are_those_that_are_opened(tmp_path: Path):
+    a = write_tokens(tmp_path, "a", range(100))
+    assert files_of(a) == files_of(f"{a}.idx") == [f"{a}.bin", f"{a}.idx"]
+    assert files_of(f"1 {a} 2 {tmp_path}/x.fa") == [f"{a}.bin", f"{a}.idx", f"{tmp_path}/x.fa"]
+    assert files_of("/no/such") == ["/no/such"]
