@@ -3,9 +3,8 @@
 The inputs are new in each run; a failure prints the seed, and PARITY_SEED=<seed> repeats it.
 
 Every tensor may be 1e-5 away, relatively. On some inputs a gradient is a small difference of large terms, and after
-three steps a change of each weight by at most one unit in the last place moves it by more: in 5 of 92 inputs of the
-model with a tied head and norms of heads, by 3.3e-5 in the worst. There it may be SAFETY times as far as the reference
-goes from itself when its own weights are so changed.
+three steps a change of each weight by one unit in the last place moves it by more: in 5 of 92 inputs of the model with
+a tied head and norms of heads, by 3.3e-5 in the worst. There it may be as far as `tools/parity/tolerances.py` allows.
 """
 
 import os
@@ -22,15 +21,11 @@ from tests.distributed.parity_reference import reference
 from tests.distributed.step_jobs import num_compiled_graphs
 from tests.helpers.pool import RankPool
 from tests.unit.model.builders import relative_difference
+from tools.parity.tolerances import FP32 as TOLERANCE
+from tools.parity.tolerances import NUM_MOVES, move_bound
 
-TOLERANCE = 1e-5
 # Nearer to a tie than this, rounding may choose another expert, and no implementation could be compared.
 SMALLEST_MARGIN = 1e-5
-# A layout rounds at every step of the way, the moved weights once.
-SAFETY = 4.0
-NUM_ROUNDINGS = 4
-# An error in the sums shows in a tenth of a percent or more: no rounding may excuse a hundredth of that.
-LARGEST = 1e-4
 KINDS = ("gradients", "parameters", "exp_avg", "exp_avg_sq")
 
 
@@ -72,13 +67,13 @@ def distances(trace: Trace, expected: Trace, kind: str) -> dict[str, float]:
 @cache
 def rounding_bound(spec: Spec, kind: str, name: str) -> float:
     """Return how far a tensor may be because its inputs make it ill-conditioned."""
-    return min(SAFETY * max(moved[kind][name] for moved in _moved_by_rounding(spec)), LARGEST)
+    return move_bound(max(moved[kind][name] for moved in _moved_by_rounding(spec)))
 
 
 @cache
 def _moved_by_rounding(spec: Spec) -> list[dict[str, dict[str, float]]]:
     expected = reference(spec)
-    moved = [reference(spec, rounding=seed) for seed in range(NUM_ROUNDINGS)]
+    moved = [reference(spec, rounding=seed) for seed in range(NUM_MOVES)]
     return [{kind: distances(trace, expected, kind) for kind in KINDS} for trace in moved]
 
 

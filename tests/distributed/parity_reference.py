@@ -22,15 +22,7 @@ from tests.distributed.parity_jobs import (
     parameters_of,
 )
 from tests.unit.model.builders import plain_decoder
-
-
-@torch.no_grad()
-def round_weights(model: nn.Module, seed: int) -> None:
-    """Move every weight by at most one unit in its last place, at random: no result can be surer than that."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        unit = torch.finfo(parameter.dtype).eps
-        parameter.mul_(1 + unit * (2 * torch.rand(parameter.shape, generator=generator) - 1))
+from tools.parity.rounding import round_weights
 
 
 def reference(spec: Spec, *, rounding: int | None = None) -> Trace:
@@ -38,7 +30,7 @@ def reference(spec: Spec, *, rounding: int | None = None) -> Trace:
 
     Args:
         spec: What to compute.
-        rounding: Seed of `round_weights` for the initial weights; None leaves them as they are.
+        rounding: Seed of `tools.parity.rounding.round_weights` for the initial weights; None leaves them as they are.
     """
     model = plain_decoder(spec.sizes, aux_loss=spec.aux_loss, seed=spec.seed)
     idle_one_expert(model)

@@ -1,19 +1,32 @@
 """The parity check: right layouts pass at every seed, and every known fault is caught and named."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.check_parity_jobs import TINY, judged, layouts_job, planned, reference_job
+from tests.distributed.check_parity_jobs import (
+    ILL_CONDITIONED,
+    TINY,
+    judged,
+    layouts_job,
+    moved_job,
+    planned,
+    reference_job,
+)
 from tests.helpers.pool import RankPool
 from tests.helpers.tiny_runs import ROOT
+from tools.parity import tolerances
+from tools.parity.comparison import Findings, moved_path
 from tools.parity.known_faults import KNOWN_FAULTS
 from tools.parity.layouts import parse_layouts
-from tools.parity.plan import Plan, by_world_size
+from tools.parity.plan import Plan, by_world_size, moved_case
+from tools.parity.reference import TENSORS, read_reference
 from tools.parity.report import LayoutReport
+from tools.parity.verdicts import case_to_move
 
 # Each axis alone and with another, within four ranks.
 SHORT = "dp=2;ep=2;tp=2;dp=2,dp_replicate=2;tp=2,expert_tp=2;dp=2,ep=2;ep=2,tp=2"
@@ -37,6 +50,10 @@ def checked(ranks: RankPool, plan: Plan, folder: Path) -> list[LayoutReport]:
     ranks.run(reference_job, 1, plan, folder)
     for world_size, cases in by_world_size(plan.cases):
         ranks.run(layouts_job, world_size, plan, folder, [plan.cases.index(case) for case in cases], timeout_s=280)
+    for name in plan.references:
+        wanted = case_to_move(plan, read_reference(folder / name), folder)
+        if wanted is not None:
+            ranks.run(moved_job, 1, plan, folder, wanted[0])
     return judged(plan, folder)
 
 
@@ -73,13 +90,56 @@ def test_options_of_training_pass(ranks: RankPool, tmp_path: Path, changes: tupl
 
 
 @pytest.mark.parametrize("name", KNOWN_FAULTS)
-def test_a_fault_is_caught_and_named(ranks: RankPool, tmp_path: Path, name: str):
-    for layout in checked(ranks, planned(tmp_path, FAULTS[name], inject=name), tmp_path):
+def test_a_fault_is_caught_and_named_even_where_all_tensors_are_excused(ranks: RankPool, tmp_path: Path, name: str):
+    plan = planned(tmp_path, FAULTS[name], inject=name)
+    for layout in checked(ranks, plan, tmp_path) + judged(plan, tmp_path, all_excused=True):
         assert not layout.ok
         assert layout.looks_like is not None
         assert layout.looks_like.split(":")[0] == name, layout
         # Drift below the tolerance of any tensor is seen by the copies' bits alone.
         assert (layout.first_tensor is None) == (name == "replica_drift")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KNOWN_FAULTS)
+def test_a_fault_is_named_on_ill_conditioned_inputs(ranks: RankPool, tmp_path: Path, name: str):
+    plan = planned(tmp_path, FAULTS[name], *ILL_CONDITIONED, inject=name)
+    for layout in checked(ranks, plan, tmp_path) + judged(plan, tmp_path, all_excused=True):
+        assert not layout.ok
+        assert layout.looks_like is not None
+        assert layout.looks_like.split(":")[0] == name, layout
+
+
+def test_the_reference_moves_by_rounding_alone(ranks: RankPool, tmp_path: Path):
+    # A fault of the layouts is none of the reference, whatever its weights.
+    plan = planned(tmp_path, "ep=2", inject="stale_moment")
+    ranks.run(reference_job, 1, plan, tmp_path)
+    ((name, config),) = plan.references.items()
+    ranks.run(moved_job, 1, plan, tmp_path, moved_case(name, config))
+    reference = read_reference(tmp_path / name)
+    moves: list[Findings] = pickle.loads(moved_path(tmp_path, name).read_bytes())
+    assert len(moves) == tolerances.NUM_MOVES
+    for found in moves:
+        assert set(found.initial) == set(reference.tensors("parameters"))
+        assert (found.figures[0].rows, found.figures[0].loads) == (reference.figures.rows, reference.figures.loads)
+        assert found.routing.choices > 0
+        for kind in TENSORS:
+            distances = [difference.relative for difference in found.differences[kind].values()]
+            assert all(1e-9 < distance < 1e-5 for distance in distances), kind
+    assert len({found.differences["gradients"]["embed.weight"] for found in moves}) == len(moves)
+
+
+def test_a_layout_is_about_as_far_as_the_reference_moves(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # No model is so well-conditioned that a layout's tensors agree to this.
+    monkeypatch.setattr(tolerances, "FP32", 2.0**-23)
+    (layout,) = checked(ranks, planned(tmp_path, "tp=2", "model.qk_norm=true"), tmp_path)
+    assert len(layout.moves) > 3
+    assert all(move.difference <= move.tolerance == pytest.approx(4 * move.moved) for move in layout.moves)
+    tensors = [row for row in layout.rows if row.quantity.startswith(("gradient", "parameters", "Adam"))]
+    assert len(tensors) == 10
+    assert all(row.ok for row in tensors)
 
 
 @pytest.mark.slow
@@ -92,8 +152,9 @@ def test_every_layout_up_to_four_ranks(ranks: RankPool, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(20))
-def test_no_false_alarm_at_any_seed(ranks: RankPool, tmp_path: Path, seed: int):
-    assert_ok(checked(ranks, planned(tmp_path, "dp=2;ep=2;tp=2;dp=2,dp_replicate=2", seed=seed), tmp_path))
+@pytest.mark.parametrize("changes", [(), ILL_CONDITIONED], ids=["", "ill-conditioned"])
+def test_no_false_alarm_at_any_seed(ranks: RankPool, tmp_path: Path, changes: tuple[str, ...], seed: int):
+    assert_ok(checked(ranks, planned(tmp_path, "dp=2;ep=2;tp=2;dp=2,dp_replicate=2", *changes, seed=seed), tmp_path))
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

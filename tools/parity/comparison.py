@@ -18,6 +18,7 @@ from tools.parity.plan import Case, Options
 from tools.parity.probe import GateProbe, probe_gate
 from tools.parity.progress import Steps
 from tools.parity.reference import TENSORS, read_reference
+from tools.parity.rounding import round_weights
 from tools.parity.routing import Differences, Replayer
 from tools.parity.tensors import (
     MOMENTS,
@@ -29,6 +30,7 @@ from tools.parity.tensors import (
     replica_digests,
     unequal_replicas,
 )
+from tools.parity.tolerances import NUM_MOVES
 from tools.parity.training import Figures, Run, build, train
 
 
@@ -104,6 +106,30 @@ def run_exact(
     exact_path(folder, case.reference).write_bytes(pickle.dumps(findings))
 
 
+def run_moved(
+    group: dist.ProcessGroup, device: torch.device, case: Case, options: Options, folder: Path, steps: Steps
+) -> None:
+    """Run the reference NUM_MOVES times, its first weights moved by their last place, and write the findings.
+
+    Args:
+        group: Of one rank.
+        device: Its device.
+        case: From `plan.moved_case`.
+        options: From the command line; no fault is made.
+        folder: The reference's folder is in it; the findings are written there.
+        steps: Counts the steps for the progress lines.
+    """
+    assert group.size() == 1, "the reference is one rank"
+    options, reference = replace(options, inject=None), folder / case.reference
+    findings = [_compare(case, options, device, reference, steps, moved_by=seed) for seed in range(NUM_MOVES)]
+    moved_path(folder, case.reference).write_bytes(pickle.dumps(findings))
+
+
+def moved_path(folder: Path, reference: str) -> Path:
+    """Return the file of the findings of a reference with moved weights."""
+    return folder / f"moved {reference}.pickle"
+
+
 def exact_path(folder: Path, reference: str) -> Path:
     """Return the file of the findings of a reference in fp32."""
     return folder / f"exact {reference}.pickle"
@@ -114,9 +140,13 @@ def findings_path(folder: Path, number: int) -> Path:
     return folder / f"findings_{number}.pickle"
 
 
-def _compare(case: Case, options: Options, device: torch.device, folder: Path, steps: Steps) -> Findings:
+def _compare(
+    case: Case, options: Options, device: torch.device, folder: Path, steps: Steps, *, moved_by: int | None = None
+) -> Findings:
     reference = read_reference(folder)
     run = build(case.config, device, reference.experts_backend)
+    if moved_by is not None:
+        round_weights(run.model, moved_by)
     initial = digests(named_parameters(run.model))
     replayer = Replayer(run.model, run.mesh.tp.get_local_rank(), reference.routing)
     differences: dict[str, dict[str, Difference]] = {}

@@ -1,6 +1,5 @@
 """Running a plan: the references first, then the layouts of each number of ranks in one set of processes."""
 
-import pickle
 import tempfile
 import traceback
 from dataclasses import replace
@@ -12,16 +11,14 @@ from torch.multiprocessing.spawn import ProcessException
 
 from moe_framework.errors import MoeFrameworkError
 from tools.benchmarks.ranks import run_on_ranks
-from tools.parity import diagnosis
-from tools.parity.comparison import Findings, exact_path, findings_path, run_cases, run_exact
+from tools.parity.comparison import findings_path, run_cases, run_exact, run_moved
 from tools.parity.inputs import write_documents
-from tools.parity.plan import RANDOM, Case, Plan, by_world_size, choose_device, exact_case, on_device, with_data
+from tools.parity.plan import RANDOM, Plan, by_world_size, choose_device, exact_case, on_device, with_data
 from tools.parity.progress import Steps, say
 from tools.parity.reference import Reference, read_reference, run_reference
-from tools.parity.report import LayoutReport, Report
-from tools.parity.rows import first_tensor, measured_rounding, rows_of
-from tools.parity.tolerances import Tolerances, derive
-from tools.parity.training import rate_at
+from tools.parity.report import Report
+from tools.parity.tolerances import NUM_MOVES
+from tools.parity.verdicts import case_to_move, judge, tolerances_of
 
 
 def execute(plan: Plan) -> Report:
@@ -63,6 +60,8 @@ def execute(plan: Plan) -> Report:
                 run_on_ranks(run_exact, 1, device, exact, options, folder, steps)
                 steps.done += options.steps
         errors = _run_layouts(plan, device, folder, steps)
+        for reference in references.values():
+            _run_moved(plan, reference, device, folder, steps)
         tolerances = {name: tolerances_of(plan, reference, folder) for name, reference in references.items()}
         layouts = [
             judge(case, folder, number, references[case.reference], tolerances[case.reference], errors.get(number))
@@ -103,45 +102,14 @@ def _run_layouts(plan: Plan, device: str, folder: Path, steps: Steps) -> dict[in
     return errors
 
 
-def tolerances_of(plan: Plan, reference: Reference, folder: Path) -> Tolerances:
-    """Derive the tolerances of the layouts that one reference is compared with.
-
-    Args:
-        plan: What was run.
-        reference: From its folder.
-        folder: Has the findings of the reference in fp32, where the precision is another.
-    """
-    config = plan.cases[0].config
-    path = exact_path(folder, reference.folder.name)
-    # Written by our own rank into a folder that only this user can write.
-    measured = measured_rounding(pickle.loads(path.read_bytes()), reference) if path.exists() else None
-    return derive(config, [rate_at(config, step) for step in range(plan.options.steps)], measured)
-
-
-def judge(
-    case: Case, folder: Path, number: int, reference: Reference, tolerances: Tolerances, error: str | None
-) -> LayoutReport:
-    """Judge one layout.
-
-    Args:
-        case: What was run.
-        folder: Has its findings.
-        number: The case's number, which names their file.
-        reference: What it is compared with.
-        tolerances: Of the precision.
-        error: Why its ranks ended early, or None.
-    """
-    if error is not None:
-        return LayoutReport(case.name, (), error=error)
-    # Written by our own ranks into a folder that only this user can write.
-    findings: Findings = pickle.loads(findings_path(folder, number).read_bytes())
-    rows = rows_of(case.name, findings, reference, tolerances)
-    fault = diagnosis.looks_like(findings, rows, tolerances)
-    return LayoutReport(
-        layout=case.name,
-        rows=tuple(rows),
-        choices=findings.routing.choices,
-        near_ties=findings.routing.differing,
-        first_tensor=first_tensor(findings, tolerances),
-        looks_like=None if fault is None else diagnosis.explain(fault, findings, tolerances),
-    )
+def _run_moved(plan: Plan, reference: Reference, device: str, folder: Path, steps: Steps) -> None:
+    """Run a reference with moved weights, if that might explain what its layouts differ in."""
+    wanted = case_to_move(plan, reference, folder)
+    if wanted is None:
+        return
+    case, names = wanted
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    say(f"{case.name}: 1 rank on {device}, {NUM_MOVES} times, for {names[0]}{more}")
+    steps.total += NUM_MOVES * plan.options.steps
+    run_on_ranks(run_moved, 1, device, case, plan.options, folder, steps)
+    steps.done += NUM_MOVES * plan.options.steps

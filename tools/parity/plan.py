@@ -173,6 +173,18 @@ def exact_case(name: str, reference: Config) -> Case | None:
     return Case(Layout(), config, name, 0, f"reference in fp32 ({name})")
 
 
+def moved_case(name: str, reference: Config) -> Case | None:
+    """Return the reference once more, for weights moved by their last place, or None where it is not in fp32.
+
+    Args:
+        name: The reference's name.
+        reference: Its configuration.
+    """
+    if reference.precision.mode != "fp32":
+        return None
+    return Case(Layout(), reference, name, 0, f"reference with its weights moved by their last place ({name})")
+
+
 def on_device(plan: Plan, device: str) -> Plan:
     """Return the plan with every configuration for one device, checked again.
 
@@ -198,10 +210,10 @@ def on_device(plan: Plan, device: str) -> Plan:
 
 
 def with_data(plan: Plan, path: str) -> Plan:
-    """Return the plan with another file of sequences."""
+    """Return the plan with another file of sequences, which is FASTA."""
 
     def given(config: Config) -> Config:
-        return replace(config, data=replace(config.data, path=path))
+        return replace(config, data=replace(config.data, path=path, separate_documents=True))
 
     references = {name: given(config) for name, config in plan.references.items()}
     return replace(plan, references=references, cases=tuple(replace(c, config=given(c.config)) for c in plan.cases))

@@ -9,7 +9,27 @@ from typing import Any
 from moe_framework.errors import ConfigError
 from tools.parity.plan import Plan
 from tools.parity.rows import Row
-from tools.parity.tolerances import SAFETY, Tolerances
+from tools.parity.tolerances import LARGEST_MOVE, MOVE_SAFETY, NUM_MOVES, SAFETY, Tolerances
+
+# A fault can put every tensor of a model beyond the flat tolerance.
+MOVES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor or norm beyond the flat tolerance of fp32, against what moved weights do to the reference.
+
+    Attributes:
+        tensor: Its name with its kind, or the norm and its step.
+        difference: Of the layout.
+        moved: Of the reference with its weights moved by their last place, at most; see `tolerances`.
+        tolerance: What follows from it.
+    """
+
+    tensor: str
+    difference: float
+    moved: float
+    tolerance: float
 
 
 @dataclass(frozen=True)
@@ -24,6 +44,7 @@ class LayoutReport:
         first_tensor: The first tensor that differs, or None.
         looks_like: The known fault that explains it, or None.
         error: Why the ranks ended early, or None.
+        moves: Tensors and norms for which the reference was run again with moved weights.
     """
 
     layout: str
@@ -33,6 +54,7 @@ class LayoutReport:
     first_tensor: str | None = None
     looks_like: str | None = None
     error: str | None = None
+    moves: tuple[Move, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -109,6 +131,12 @@ def _lines(report: Report) -> Iterator[str]:
     )
     if tolerances.measured:
         yield f"and at least {SAFETY:g} times the reference's own distance from one rank in fp32"
+    if any(layout.moves for layout in report.layouts):
+        yield (
+            f"and, for tensors and norms beyond that, {MOVE_SAFETY:g} times the farthest that the reference went from "
+            f"itself in {NUM_MOVES} runs with each weight moved by one unit in its last place, "
+            f"at most {LARGEST_MOVE:.1e}"
+        )
     for layout in report.layouts:
         yield ""
         yield from _layout_lines(layout)
@@ -130,6 +158,7 @@ def _layout_lines(layout: LayoutReport) -> Iterator[str]:
     widths = [max(len(line[column]) for line in (header, *cells)) for column in range(len(header))]
     for line in (header, *cells):
         yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))).rstrip()
+    yield from _move_lines(layout.moves)
     yield f"  choices of experts that would have differed, and were replayed: {layout.near_ties} of {layout.choices:,}"
     if layout.first_tensor is not None:
         yield f"  first tensor that differs: {layout.first_tensor}"
@@ -137,6 +166,17 @@ def _layout_lines(layout: LayoutReport) -> Iterator[str]:
         yield f"  looks like: {layout.looks_like}"
     elif not layout.ok:
         yield "  looks like: no fault that is known here"
+
+
+def _move_lines(moves: tuple[Move, ...]) -> Iterator[str]:
+    for move in moves[:MOVES_SHOWN]:
+        verdict = "ok" if move.difference <= move.tolerance else "DIFFERS"
+        yield (
+            f"  ill-conditioned? {verdict}: {move.tensor} {_number(move.difference)}, the reference with moved weights "
+            f"{_number(move.moved)}, tolerance {_number(move.tolerance)}"
+        )
+    if len(moves) > MOVES_SHOWN:
+        yield f"  and {len(moves) - MOVES_SHOWN} more such, which --json lists"
 
 
 def _number(value: float) -> str:

@@ -8,10 +8,12 @@ from tools.parity.comparison import Findings
 from tools.parity.reference import Reference
 from tools.parity.routing import Place
 from tools.parity.tensors import Difference
-from tools.parity.tolerances import Tolerances
+from tools.parity.tolerances import LARGEST_MOVE, Tolerances
 from tools.parity.training import SCALARS, Figures
 
 KINDS = ("embedding", "head", "norm", "router", "attention", "expert gate_up", "expert down")
+# Losses move by less than 1e-6 where gradients, and so their norm, move by more than 1e-5.
+MOVED_SCALARS = ("grad_norm",)
 NAMES = {
     "gradients": "gradient",
     "parameters": "parameters",
@@ -79,24 +81,15 @@ def rows_of(layout: str, findings: Findings, reference: Reference, tolerances: T
         yield row("batches", *_rows(findings.figures[0], reference.figures, last=False), 0)
         yield row("ids of the next batch", *_rows(findings.figures[0], reference.figures, last=True), 0)
         yield row("tokens per step", *_first_unequal(f.tokens for f in _with(reference, findings)), 0)
-        for name in SCALARS:
-            for step in range(len(reference.figures.scalars)):
-                expected = reference.figures.scalars[step][name]
-                values = [figures.scalars[step][name] for figures in findings.figures]
-                where = f"step {step + 1}"
-                allowed = tolerances.of("scalars", f"{name} {where}")
-                yield row(name, where, max(_relative(v, expected) for v in values), allowed)
+        for name, difference in scalar_differences(findings, reference).items():
+            quantity, step = name.split(" ", 1)
+            yield row(quantity, step, difference, tolerances.of("scalars", name))
         yield row("expert load", *_first_unequal(f.loads for f in _with(reference, findings)), 0)
         routing = findings.routing
         yield row("choice of experts", _place(routing.where), routing.largest_gap, tolerances.of("routing", "gap"))
         yield row("experts' function", "layers.0.moe.experts", findings.gate.stored, tolerances.of("function", "gate"))
-        for kind in KINDS:
-            tensors = {n: d for n, d in findings.differences["gradients"].items() if kind_of(n) == kind}
-            if tensors:
-                yield row(f"gradient: {kind}", *_worst(tensors, limits("gradients", tensors, tolerances)))
-        for kind in ("parameters", "exp_avg", "exp_avg_sq"):
-            tensors = findings.differences[kind]
-            yield row(NAMES[kind], *_worst(tensors, limits(kind, tensors, tolerances)))
+        for quantity, kind, tensors in _tensor_rows(findings):
+            yield row(quantity, *_worst(tensors, limits(kind, tensors, tolerances)))
         unequal = findings.unequal_replicas
         yield row("replicas", _first(unequal) or f"{findings.num_copies} copies", len(unequal), 0)
 
@@ -115,12 +108,52 @@ def failing(kind: str, findings: Findings, tolerances: Tolerances) -> list[str]:
     return [name for name, difference in tensors.items() if not difference.relative <= allowed[name]]
 
 
+def scalar_differences(findings: Findings, reference: Reference) -> dict[str, float]:
+    """Return the largest relative difference that any rank has of each number, by its name and step."""
+    return {
+        f"{name} step {step + 1}": max(_relative(f.scalars[step][name], values[name]) for f in findings.figures)
+        for name in SCALARS
+        for step, values in enumerate(reference.figures.scalars)
+    }
+
+
+def movable(kind: str, findings: Findings, reference: Reference) -> dict[str, Difference]:
+    """Return the differences of a kind, one of `reference.TENSORS` or `scalars`, that moved weights may explain."""
+    if kind != "scalars":
+        return findings.differences[kind]
+    numbers = scalar_differences(findings, reference).items()
+    return {name: Difference(far, 1.0, far, 0.0) for name, far in numbers if name.split(" ")[0] in MOVED_SCALARS}
+
+
+def doubtful(findings: Findings, reference: Reference, tolerances: Tolerances) -> dict[str, list[str]]:
+    """Return, by kind, the names beyond their tolerance in rows that moved weights might explain.
+
+    A row with anything beyond LARGEST_MOVE differs, whatever the reference does.
+    """
+    found: dict[str, list[str]] = {}
+    numbers = movable("scalars", findings, reference)
+    rows = [(kind, tensors) for _, kind, tensors in _tensor_rows(findings)]
+    for kind, tensors in rows + [("scalars", {name: number}) for name, number in numbers.items()]:
+        allowed = limits(kind, tensors, tolerances)
+        beyond = {name: d.relative for name, d in tensors.items() if not d.relative <= allowed[name]}
+        if all(difference <= LARGEST_MOVE for difference in beyond.values()):
+            found.setdefault(kind, []).extend(beyond)
+    return {kind: names for kind, names in found.items() if names}
+
+
+def label_of(kind: str, name: str) -> str:
+    """Return how the report calls a tensor or number of a kind."""
+    if kind == "scalars":
+        return name
+    return f"{NAMES[kind]} of {name}" if kind != "parameters" else f"{name} after the steps"
+
+
 def first_tensor(findings: Findings, tolerances: Tolerances) -> str | None:
     """Return the first tensor that differs, gradients before parameters and moments; None if there is none."""
-    for kind, label in NAMES.items():
+    for kind in NAMES:
         names = failing(kind, findings, tolerances)
         if names:
-            return f"{label} of {names[0]}" if kind != "parameters" else f"{names[0]} after the steps"
+            return label_of(kind, names[0])
     return None
 
 
@@ -131,14 +164,19 @@ def measured_rounding(exact: Findings, reference: Reference) -> dict[str, dict[s
         exact: Of one rank in fp32.
         reference: In the precision that is checked.
     """
-    scalars = {
-        f"{name} step {step + 1}": _relative(values[name], reference.figures.scalars[step][name])
-        for step, values in enumerate(exact.figures[0].scalars)
-        for name in SCALARS
-    }
     tensors = {kind: {name: d.relative for name, d in found.items()} for kind, found in exact.differences.items()}
     others = {"routing": {"gap": exact.routing.largest_gap}, "function": {"gate": reference.function}}
-    return tensors | {"scalars": scalars} | others
+    return tensors | {"scalars": scalar_differences(exact, reference)} | others
+
+
+def _tensor_rows(findings: Findings) -> Iterator[tuple[str, str, dict[str, Difference]]]:
+    """The rows of tensors: quantity, kind (`reference.TENSORS`), and the differences by name."""
+    for kind in KINDS:
+        tensors = {n: d for n, d in findings.differences["gradients"].items() if kind_of(n) == kind}
+        if tensors:
+            yield f"gradient: {kind}", "gradients", tensors
+    for kind in ("parameters", "exp_avg", "exp_avg_sq"):
+        yield NAMES[kind], kind, findings.differences[kind]
 
 
 def _with(reference: Reference, findings: Findings) -> list[Figures]:

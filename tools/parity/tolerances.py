@@ -9,7 +9,14 @@ A tensor whose terms cancel, such as a norm's gradient, is rounded more than tha
 reach. So the reference is run once more in fp32, with the same choices of experts, and a layout may be SAFETY times as
 far from the reference as that run is: both are off the exact result by as much as rounding moves it.
 
-In fp32 a flat 1e-5 is allowed, some hundred roundings of 6e-8: it covers the sums over tokens too.
+In fp32 a flat 1e-5 is allowed, some hundred roundings of 6e-8: it covers the sums over tokens too. On some inputs that
+is not enough for a tensor that is a small difference of large terms, as gradients of a tied head and of norms of heads
+can be. A change of every weight by one unit in its last place, which no implementation can tell from its own rounding,
+moves it by more. So where a tensor is beyond 1e-5 and within LARGEST_MOVE, the reference is run again with its first
+weights so moved, NUM_MOVES times in other directions, with the same batches and the same choices of experts, and the
+tensor may be MOVE_SAFETY times as far as the farthest of these runs: a layout rounds at every step of the way, the
+moved weights once. Nothing is run again where all is within 1e-5. The same holds for the gradient norm, which is made
+of such tensors; losses keep 1e-5.
 """
 
 import math
@@ -28,6 +35,10 @@ LARGEST = 0.5
 # A choice of experts is one number a token, not a mean over a tensor: of a hundred thousand choices the largest error
 # is about five times the root mean square.
 OUTLIER = 6.0
+MOVE_SAFETY = 4.0
+NUM_MOVES = 4
+# An error in the sums shows in a tenth of a percent or more: no rounding of fp32 may excuse a hundredth of that.
+LARGEST_MOVE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,8 @@ class Tolerances:
         updates: Sum of the learning rates, for parameters; see `parameter`.
         measured: How far fp32 is from the reference, by kind (`reference.TENSORS`, `scalars`, `routing` or `function`)
             and name; empty in fp32.
+        moved: How far the reference went when its weights moved by one unit in the last place, by kind
+            (`reference.TENSORS` or `scalars`) and name; only of what was beyond 1e-5, and in fp32.
     """
 
     mode: str
@@ -58,6 +71,7 @@ class Tolerances:
     routing: float
     updates: float
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    moved: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def of(self, kind: str, name: str, rms: float = 0.0) -> float:
         """Return the tolerance of one number or tensor.
@@ -75,7 +89,8 @@ class Tolerances:
         }.get(kind, self.tensor)
         measured = self.measured.get(kind, {}).get(name, 0.0)
         # A reference that is not finite, or nowhere near fp32, allows nothing.
-        return max(derived, min(SAFETY * measured, LARGEST) if math.isfinite(measured) else 0.0)
+        of_format = min(SAFETY * measured, LARGEST) if math.isfinite(measured) else 0.0
+        return max(derived, of_format, move_bound(self.moved.get(kind, {}).get(name, 0.0)))
 
     def parameter(self, rms: float) -> float:
         """Return the tolerance of a parameter.
@@ -88,6 +103,11 @@ class Tolerances:
             rms: Root mean square of the parameter.
         """
         return max(FP32, 2 * self.updates * math.sqrt(self.rounding) / rms) if rms else FP32
+
+
+def move_bound(moved: float) -> float:
+    """Return how far a tensor may be that goes so far from itself when the weights move by their last place."""
+    return min(MOVE_SAFETY * moved, LARGEST_MOVE) if math.isfinite(moved) else 0.0
 
 
 def derive(

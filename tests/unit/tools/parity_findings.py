@@ -1,6 +1,7 @@
 """Made-up findings of a model of two blocks, all equal to the reference, for the tests to change."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 from tools.parity.comparison import Findings
@@ -44,6 +45,10 @@ def figures() -> Figures:
 
 def reference() -> Reference:
     return Reference(Path("unused"), figures(), {}, "loop", 1e-7)
+
+
+# The name that a plan gives it.
+ONE_RANK = replace(reference(), folder=Path("one rank"))
 
 
 def findings(*off: str, kinds: tuple[str, ...] = ("gradients",), difference: Difference = OFF, **changes) -> Findings:

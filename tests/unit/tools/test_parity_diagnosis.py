@@ -1,5 +1,7 @@
 """Patterns of what differs, and the fault that each is taken for."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.tools.parity_findings import NAMES, OFF, TOLERANCES, figures, findings, reference
@@ -46,6 +48,15 @@ def test_a_multiple_of_all_gradients_is_no_divisor_of_the_experts():
 def test_a_router_alone_with_diverged_copies_is_a_missing_sum_over_tp():
     diverged = [ROUTERS[0], f"exp_avg of {ROUTERS[0]}"]
     assert named(findings(*ROUTERS, unequal_replicas=diverged)) == "router_tp_sum"
+
+
+def test_a_tensor_that_moved_weights_excuse_does_not_hide_a_fault():
+    excused = "layers.0.attention_norm.weight"
+    found = findings(*ROUTERS, unequal_replicas=[ROUTERS[0]])
+    found.differences["gradients"][excused] = Difference(2e-5, 1.0, 2e-5, 0.02)
+    assert named(found) != "router_tp_sum"
+    moved = replace(TOLERANCES, moved={"gradients": {excused: 1e-5}})
+    assert looks_like(found, rows_of("a layout", found, reference(), moved), moved) == "router_tp_sum"
 
 
 def test_only_what_lies_before_a_router_is_its_loss():

@@ -1,31 +1,22 @@
-"""The report says what failed, and ranks that end early cost their own layout alone."""
+"""The report says what failed, and why what is beyond the flat tolerance did not."""
 
 import json
-import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.multiprocessing.spawn import ProcessRaisedException
 
 from moe_framework.errors import ConfigError
 from tests.distributed.check_parity_jobs import tiny_config
 from tests.unit.tools.parity_findings import TOLERANCES, findings, reference
-from tools.parity import execute
-from tools.parity.comparison import findings_path
 from tools.parity.layouts import parse_layouts
-from tools.parity.plan import Case, Options, Plan, make_plan
-from tools.parity.progress import Steps
-from tools.parity.report import LayoutReport, Report, to_text, write_json
+from tools.parity.plan import Options, make_plan
+from tools.parity.report import MOVES_SHOWN, LayoutReport, Move, Report, to_text, write_json
 from tools.parity.rows import rows_of
 
 
-def plan_of(layouts: str) -> Plan:
-    return make_plan(tiny_config(), parse_layouts(layouts), Options(steps=1))
-
-
 def report_of(*layouts: LayoutReport) -> Report:
-    return Report(plan_of("ep=2"), "cpu", TOLERANCES, "loop", layouts)
+    plan = make_plan(tiny_config(), parse_layouts("ep=2"), Options(steps=1))
+    return Report(plan, "cpu", TOLERANCES, "loop", layouts)
 
 
 def layout_report(name: str, *off: str) -> LayoutReport:
@@ -46,6 +37,43 @@ def test_each_layout_has_its_verdict_and_each_failing_row_says_so():
     assert "1 of 2 layouts equal one rank within tolerance" in text
 
 
+def test_moves_of_the_reference_are_shown_with_what_they_allow(tmp_path: Path):
+    moves = (
+        Move("gradient of norm.weight", 3e-5, 8e-6, 3.2e-5),
+        Move("gradient of embed.weight", 5e-5, 1e-6, 1e-5),
+    )
+    report = report_of(layout_report("first"), LayoutReport("second", (), moves=moves))
+    text = to_text(report)
+    assert "4 times the farthest that the reference went from itself in 4 runs" in text
+    assert (
+        "ill-conditioned? ok: gradient of norm.weight 3.00e-05, the reference with moved weights 8.00e-06, "
+        "tolerance 3.20e-05" in text
+    )
+    assert "ill-conditioned? DIFFERS: gradient of embed.weight" in text
+    write_json(report, tmp_path / "found.json")
+    layouts = json.loads((tmp_path / "found.json").read_text())["layouts"]
+    assert [len(layout["moves"]) for layout in layouts] == [0, 2]
+    assert layouts[1]["moves"][0] == {
+        "tensor": "gradient of norm.weight",
+        "difference": 3e-5,
+        "moved": 8e-6,
+        "tolerance": 3.2e-5,
+    }
+
+
+def test_a_report_without_moves_does_not_speak_of_them():
+    text = to_text(report_of(layout_report("first")))
+    assert "moved" not in text
+    assert "ill-conditioned" not in text
+
+
+def test_many_moves_are_counted():
+    moves = tuple(Move(f"gradient of {n}", 3e-5, 1e-6, 1e-5) for n in range(MOVES_SHOWN + 3))
+    text = to_text(report_of(LayoutReport("first", (), moves=moves)))
+    assert text.count("ill-conditioned?") == MOVES_SHOWN
+    assert "and 3 more such, which --json lists" in text
+
+
 def test_ranks_that_ended_early_are_no_success(tmp_path: Path):
     report = report_of(layout_report("first"), LayoutReport("second", (), error="RuntimeError: boom"))
     assert not report.ok
@@ -59,20 +87,3 @@ def test_ranks_that_ended_early_are_no_success(tmp_path: Path):
 def test_a_file_that_cannot_be_written_is_a_user_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="--json="):
         write_json(report_of(layout_report("first")), tmp_path / "no" / "found.json")
-
-
-def test_layouts_after_one_whose_ranks_end_early_are_run_by_new_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    started: list[list[int]] = []
-
-    def run(_function: Any, _ranks: int, _device: str, cases: list[tuple[int, Case]], *_: Any) -> None:
-        started.append([number for number, _ in cases])
-        for number, case in cases:
-            if case.layout.dp == 2:
-                raise ProcessRaisedException("-- Process 1 terminated\nRuntimeError: boom\n", 1, 1)
-            findings_path(tmp_path, number).write_bytes(pickle.dumps(findings()))
-
-    monkeypatch.setattr(execute, "run_on_ranks", run)
-    plan = plan_of("ep=2;dp=2;tp=2;dp=1")
-    errors = execute._run_layouts(plan, "cpu", tmp_path, Steps.starting_now(4))
-    assert errors == {1: "RuntimeError: boom"}
-    assert started == [[3], [0, 1, 2], [2]]

@@ -1,11 +1,12 @@
 """Tolerances follow from the precision; none is wider than its derivation."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tests.distributed.check_parity_jobs import tiny_config
-from tools.parity.tolerances import derive
+from tools.parity.tolerances import derive, move_bound
 
 RATES = [1e-4, 2e-4]
 
@@ -56,3 +57,19 @@ def test_a_reference_that_is_not_finite_allows_no_more_than_its_format(measured:
 def test_no_measurement_allows_half_of_a_tensor():
     found = derive(tiny_config("precision.mode=bf16"), RATES, {"function": {"gate": 1.4}})
     assert found.of("function", "gate") == 0.5
+
+
+def test_a_move_of_the_weights_allows_four_times_itself_and_at_most_a_ten_thousandth():
+    assert move_bound(6e-6) == pytest.approx(2.4e-5)
+    assert move_bound(3e-5) == move_bound(1.0) == 1e-4
+    assert {move_bound(value) for value in (0.0, math.inf, math.nan)} == {0.0}
+
+
+def test_a_move_widens_the_flat_tolerance_of_its_tensor_and_never_narrows_one():
+    flat = derive(tiny_config(), [1e-5])
+    found = replace(flat, moved={"gradients": {"norm.weight": 6e-6, "embed.weight": 1e-7}})
+    assert found.of("gradients", "norm.weight") == pytest.approx(2.4e-5)
+    assert found.of("gradients", "embed.weight") == found.of("exp_avg", "norm.weight") == 1e-5
+    assert found.of("scalars", "loss step 1") == 1e-5
+    fast = replace(derive(tiny_config(), [1e-1]), moved={"parameters": {"norm.weight": 6e-6}})
+    assert fast.of("parameters", "norm.weight", 0.02) == fast.parameter(0.02) > 1e-4
