@@ -105,11 +105,7 @@ def run_violations(config: Config) -> Iterator[str]:
 def model_violations(config: Config) -> Iterator[str]:
     """Yield violations of the model's shape."""
     model = config.model
-    if model.top_k > model.num_experts >= 1:
-        yield (
-            f"model.top_k={model.top_k} must be at most model.num_experts={model.num_experts}. "
-            f"Use 1 to {model.num_experts}."
-        )
+    yield from _top_k_violations(model.top_k, model.num_experts)
     if model.vocab_size < NUCLEOTIDE_VOCAB_SIZE:
         yield (
             f"model.vocab_size={model.vocab_size} must be at least {NUCLEOTIDE_VOCAB_SIZE}, "
@@ -136,6 +132,19 @@ def model_violations(config: Config) -> Iterator[str]:
         )
 
 
+def _top_k_violations(top_k: int, num_experts: int) -> Iterator[str]:
+    allowed = f"2 to {num_experts}" if num_experts > 2 else f"{num_experts}"
+    if top_k > num_experts >= 1:
+        yield f"model.top_k={top_k} must be at most model.num_experts={num_experts}. Use {allowed}."
+    elif top_k == 1 < num_experts:
+        yield (
+            f"model.top_k=1 must be at least 2 with model.num_experts={num_experts}: the weights of a token's experts "
+            f"are normalised to a sum of 1, so a single one is always 1, and the loss gives the router no gradient. "
+            f"Use {allowed}, or model.num_experts=1. "
+            f"A checkpoint converted with one expert per token cannot be trained."
+        )
+
+
 def backend_violations(config: Config) -> Iterator[str]:
     """Yield violations of the expert and dispatcher backends."""
     if config.dispatcher.backend == "local" and config.parallel.ep > 1:
@@ -150,6 +159,7 @@ def backend_violations(config: Config) -> Iterator[str]:
             f"experts.backend={config.experts.backend} computes in bf16, so precision.mode={config.precision.mode} "
             f"would not be quantized. Set experts.backend=auto, or precision.mode=bf16."
         )
+    yield from _bf16_layers_violations(config)
     yield from _attention_violations(config)
     if config.experts.backend != "grouped_mm":
         return
@@ -167,6 +177,18 @@ def backend_violations(config: Config) -> Iterator[str]:
         yield (
             f"experts.backend=grouped_mm on device=cuda computes in bf16 only, not precision.mode={mode}. "
             f"Use precision.mode=bf16 or experts.backend=loop."
+        )
+
+
+def _bf16_layers_violations(config: Config) -> Iterator[str]:
+    precision, num_layers = config.precision, config.model.num_layers
+    first, last = precision.bf16_first_layers, precision.bf16_last_layers
+    sound = is_sound(config, "precision.bf16_first_layers", "precision.bf16_last_layers", "model.num_layers")
+    if precision.mode not in ("fp32", "bf16") and sound and first + last >= num_layers:
+        yield (
+            f"precision.bf16_first_layers + precision.bf16_last_layers = {first} + {last} must be less than "
+            f"model.num_layers={num_layers}, or precision.mode={precision.mode} would quantize nothing. "
+            f"Lower them, or use precision.mode=bf16."
         )
 
 

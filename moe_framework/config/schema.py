@@ -57,7 +57,7 @@ class ModelConfig:
         num_kv_heads: Key and value heads; divides num_heads.
         head_dim: Width of one head, or null for hidden_size / num_heads; even, for RoPE.
         num_experts: Experts E per layer.
-        top_k: Experts per token K.
+        top_k: Experts per token K; at least 2 where there are several, because their weights sum to 1.
         vocab_size: Rows of the embedding; at least the tokenizer's.
         max_positions: Longest sequence the model is meant for, in tokens.
         rope_theta: Base of the rotary frequencies.
@@ -140,8 +140,9 @@ class PrecisionConfig:
             `fp8_block` (Hopper), `mxfp8`, `nvfp4` (Blackwell): bf16, with the experts' products quantized by
             Transformer Engine. `auto8`: mxfp8 on Blackwell, fp8_current on Hopper. `mxfp8_emulated`: MXFP8's rounding
             on any device, to study convergence. Master weights, optimizer states, the router, softmax and
-            gradient sums are fp32 in every mode.
-        bf16_first_layers: Blocks at the start that stay in bf16 in a quantized mode.
+            the sums of parameters' gradients are fp32 in every mode.
+        bf16_first_layers: Blocks at the start that stay in bf16 in a quantized mode, which must leave some block to
+            quantize.
         bf16_last_layers: The same at the end.
         attention: `bf16`, or `quantized`: the four projections of attention as well, in the FP8 modes with one
             scale per tensor, and in mxfp8_emulated with MXFP8's rounding. Needs torchao (the extra `mx`).
@@ -226,9 +227,10 @@ class TrainConfig:
         micro_batch_size: Sequences (rows) per rank and forward pass; accumulation is derived and must be whole.
         seed: Seed of the initial weights and of the data order.
         activation_checkpointing: `none`; `selective` (keep matrix products, attention and routing, recompute
-            the rest); `full` (keep each block's input and its routing choice only).
-        compile: Compile attention, the norms, the loss and the optimizer's update with torch.compile; routing
-            stays eager.
+            the rest); `full` (keep each block's input and its routing choice only). With `compile`, `selective`
+            recomputes attention's four projections as well.
+        compile: Compile attention (not the norms before it and before the experts), the loss and the optimizer's
+            update with torch.compile; routing stays eager.
         deterministic: Refuse operations that are not bit-reproducible (on GPU; CPU runs are reproducible anyway).
         dry_run: Validate, print the resolved configuration and the sizes, and stop before training.
         max_nonfinite_steps: Consecutive steps with a non-finite loss or gradient norm, each skipped, after

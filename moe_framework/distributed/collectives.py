@@ -92,7 +92,9 @@ def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     # Blocks arrive stacked along dim 0, one a rank; with one row that is sequence order already.
     blocks = x.transpose(0, 1).contiguous()
     out = torch.ops._c10d_functional.all_gather_into_tensor(blocks, group.size(), group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(out).transpose(0, 1)
+    # One copy here, where there are several rows: of a transposed view, each product that reads it would make and keep
+    # its own.
+    return torch.ops._c10d_functional.wait_tensor(out).transpose(0, 1).contiguous()
 
 
 def _reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:

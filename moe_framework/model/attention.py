@@ -18,6 +18,9 @@ KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# Given a mask, cuDNN's backward has returned NaN on Hopper since torch 2.11 (pytorch#196678). On CUDA the flash kernel
+# refuses masks, on a CPU it takes them.
+KERNELS_WITH_MASK = KERNELS[1:]
 
 
 class AttentionContext(NamedTuple):
@@ -26,7 +29,8 @@ class AttentionContext(NamedTuple):
     Attributes:
         cos: [B, 1, S, head_dim] float32, from `rotary_tables`.
         sin: The same.
-        mask: [B, 1, S, S] bool, True where a query may see a key; None for plain causal attention.
+        mask: [B, 1, S, S] in the compute dtype, added to the scores: 0 where a query may see a key, -inf elsewhere;
+            None for plain causal attention. Of a bool mask, every layer would make and keep an additive one.
     """
 
     cos: Tensor
@@ -45,6 +49,34 @@ def document_mask(document_ids_BS: Tensor) -> Tensor:
     """
     same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
     return same.tril()
+
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores, in their dtype: 0 where the bool mask is True, -inf elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Weight the values by a softmax over the scores.
+
+    Args:
+        q: [B, H, S, head_dim].
+        k: [B, H or a divisor of it, S, head_dim].
+        v: The same shape.
+        mask: As in `AttentionContext`.
+
+    Returns:
+        [B, H, S, head_dim].
+    """
+    group_size = q.shape[1] // k.shape[1]
+    if mask is None:
+        with sdpa_kernel(KERNELS, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
+    if group_size > 1:
+        # On CUDA, of the kernels left, torch 2.11 would take the one that keeps all scores: the other groups no heads.
+        k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
+    with sdpa_kernel(KERNELS_WITH_MASK, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class Attention(nn.Module):
@@ -105,15 +137,17 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q = apply_rotary(q, context.cos, context.sin)
         k = apply_rotary(k, context.cos, context.sin)
-        with sdpa_kernel(KERNELS, set_priority=True):
-            out_BHSd = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=context.mask, is_causal=context.mask is None, enable_gqa=q.shape[1] != k.shape[1]
-            )
+        out_BHSd = attend(q, k, v, context.mask)
         return self.sequence.sum_scatter(self.o_proj(out_BHSd.transpose(1, 2).flatten(2)))
 
 
 def attention_context(
-    positions_BS: Tensor, document_ids_BS: Tensor | None, *, head_dim: int, theta: float
+    positions_BS: Tensor,
+    document_ids_BS: Tensor | None,
+    *,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
 ) -> AttentionContext:
     """Build what the layers share.
 
@@ -122,10 +156,13 @@ def attention_context(
         document_ids_BS: [B, S] int64, or None when no row holds more than one document.
         head_dim: Channels of a head.
         theta: Base of the rotary frequencies.
+        dtype: Compute dtype, which the mask has too.
 
     Returns:
         The context.
     """
     with torch.no_grad():
         cos, sin = rotary_tables(positions_BS, head_dim=head_dim, theta=theta)
-        return AttentionContext(cos, sin, None if document_ids_BS is None else document_mask(document_ids_BS))
+        if document_ids_BS is None:
+            return AttentionContext(cos, sin, None)
+        return AttentionContext(cos, sin, additive_mask(document_mask(document_ids_BS), dtype))

@@ -125,9 +125,11 @@ class Decoder(nn.Module):
 
         Collective: the expert- and tensor-parallel groups, and the sharding groups under FSDP; every rank must call.
         """
-        context = attention_context(positions_BS, document_ids_BS, head_dim=self.head_dim, theta=self.rope_theta)
         layout = self.sequence.layout(tokens_BS.shape, valid_index_T, tokens_BS.device)
         x_BSD = self.sequence.sum_scatter(self.embed(tokens_BS))
+        context = attention_context(
+            positions_BS, document_ids_BS, head_dim=self.head_dim, theta=self.rope_theta, dtype=x_BSD.dtype
+        )
         stats = []
         for block in self.layers:
             x_BSD, layer_stats = block(x_BSD, context, layout)

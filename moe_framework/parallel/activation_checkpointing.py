@@ -38,7 +38,8 @@ def apply_activation_checkpointing(model: Decoder, mode: str) -> None:
 
     Args:
         model: The decoder.
-        mode: `none`; `selective`: keep matrix products, attention and exchanges between ranks; `full`: keep each
+        mode: `none`; `selective`: keep matrix products, attention and exchanges between ranks, though not the
+            projections of a compiled attention, which are no operators that the policy lists; `full`: keep each
             block's input and its routing choice.
     """
     if mode == "none":

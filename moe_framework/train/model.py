@@ -170,6 +170,7 @@ def expert_shape(config: Config) -> ExpertShape:
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.intermediate_size // config.parallel.expert_tp,
         num_rows=num_tokens * config.parallel.expert_tp * sizes.top_k,
+        expert_tp=config.parallel.expert_tp,
     )
 
 

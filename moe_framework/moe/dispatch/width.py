@@ -6,10 +6,12 @@ the rows of their group. The experts' results are terms of a sum, which goes bac
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_framework.distributed.collectives import all_to_all_rows, exchange_counts
+from moe_framework.moe.counts import HostCounts
 from moe_framework.moe.dispatch.base import Dispatched, TokenDispatcher
 from moe_framework.moe.permute import inverse_permutation, regroup_order, reorder_rows
 
@@ -44,8 +46,10 @@ class WidthDispatcher:
         own = self.inner.dispatch(x_TD, probs_TK, experts_TK)
         size = self.group.size()
         received = exchange_counts(own.tokens_per_expert.expand(size, -1).contiguous(), self.group)
-        # A second host-device sync: the sizes of the gathered blocks.
-        rows_of_rank: list[int] = received.sum(1).tolist()
+        per_expert = received.sum(0)
+        # A second host-device sync, the last one of the layer: the sizes of the gathered blocks, and the counts.
+        on_host: list[int] = torch.cat([received.sum(1), per_expert]).tolist()
+        rows_of_rank, values = on_host[:size], on_host[size:]
         own_rows = [own.rows_RD.shape[0]] * size
         # The same rows for every rank: as an exchange whose transpose returns each rank's terms to be added.
         rows_RD = all_to_all_rows(own.rows_RD.repeat(size, 1), rows_of_rank, own_rows, self.group)
@@ -56,7 +60,7 @@ class WidthDispatcher:
         return Dispatched(
             reorder_rows(rows_RD, regroup_R, regroup_inverse_R),
             reorder_rows(probs_R, regroup_R, regroup_inverse_R),
-            received.sum(0),
+            HostCounts.of(per_expert, values),
             WidthHandle(own.handle, rows_of_rank, own_rows, regroup_R, regroup_inverse_R),
         )
 

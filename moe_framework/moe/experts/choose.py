@@ -32,14 +32,16 @@ class ExpertShape:
     Attributes:
         num_local_experts: Experts e of the rank.
         hidden_size: D.
-        intermediate_size: F.
+        intermediate_size: F of the rank's slice of them.
         num_rows: Token copies R that a micro-batch brings, when load is even.
+        expert_tp: Ranks that share the whole width.
     """
 
     num_local_experts: int
     hidden_size: int
     intermediate_size: int
     num_rows: int
+    expert_tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def _fastest(names: list[str], shape: ExpertShape, policy: PrecisionPolicy, devi
     times = {}
     for name in names:
         times[name] = milliseconds(
+            name,
             partial(make_backend, name, shape, policy),
             num_local_experts=shape.num_local_experts,
             hidden_size=shape.hidden_size,
@@ -200,9 +203,13 @@ def _emulation_obstacle(shape: ExpertShape) -> str | None:
 
 
 def _unaligned(shape: ExpertShape, multiple: int, format_name: str) -> str | None:
-    for name, size in (("hidden_size", shape.hidden_size), ("intermediate_size", shape.intermediate_size)):
+    width, parts = shape.intermediate_size, shape.expert_tp
+    own_width = f"model.intermediate_size={width}"
+    if parts > 1:
+        own_width = f"model.intermediate_size/parallel.expert_tp={width * parts}/{parts}={width}"
+    for text, size in ((f"model.hidden_size={shape.hidden_size}", shape.hidden_size), (own_width, width)):
         if size % multiple:
-            return f"model.{name}={size} is no multiple of {multiple}, which {format_name} needs"
+            return f"{text} is no multiple of {multiple}, which {format_name} needs"
     return None
 
 

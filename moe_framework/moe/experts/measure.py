@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from moe_framework.errors import DependencyError
 from moe_framework.moe.experts.base import ExpertBackend
 
 logger = logging.getLogger(__name__)
@@ -15,6 +14,7 @@ _WARM_UP, _REPETITIONS = 3, 5
 
 
 def milliseconds(
+    name: str,
     make: Callable[[], ExpertBackend],
     *,
     num_local_experts: int,
@@ -27,6 +27,7 @@ def milliseconds(
     """Time a backend's forward and backward on random rows, spread evenly over the experts.
 
     Args:
+        name: The backend's, for the log.
         make: Makes the backend.
         num_local_experts: e.
         hidden_size: D.
@@ -59,8 +60,9 @@ def milliseconds(
             torch.cuda.synchronize(device)
             times.append(start.elapsed_time(end))
         return statistics.median(times[_WARM_UP:])
-    except (RuntimeError, DependencyError) as error:  # out of memory, or a kernel or package that is missing
-        logger.warning("experts.backend: a candidate failed and is left out (%s)", str(error).splitlines()[0])
+    except Exception as error:  # out of memory, a missing kernel or package, or shapes that a library asserts against
+        reason = next(iter(str(error).splitlines()), "")
+        logger.warning("experts.backend: %s failed and is left out (%s: %s)", name, type(error).__name__, reason)
         return float("inf")
     finally:
         torch.cuda.empty_cache()

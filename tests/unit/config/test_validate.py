@@ -58,7 +58,17 @@ RULES = [
     ("checkpoint.every=-1", "checkpoint.every=-1 must be at least 0."),
     ("checkpoint.keep=-1", "checkpoint.keep=-1 must be at least 0."),
     # model
-    ("model.top_k=9", "model.top_k=9 must be at most model.num_experts=8. Use 1 to 8."),
+    ("model.top_k=9", "model.top_k=9 must be at most model.num_experts=8. Use 2 to 8."),
+    (
+        "model.top_k=3 model.num_experts=2",
+        "model.top_k=3 must be at most model.num_experts=2. Use 2.",
+    ),
+    (
+        "model.top_k=1",
+        "model.top_k=1 must be at least 2 with model.num_experts=8: the weights of a token's experts are normalised to "
+        "a sum of 1, so a single one is always 1, and the loss gives the router no gradient. Use 2 to 8, or "
+        "model.num_experts=1. A checkpoint converted with one expert per token cannot be trained.",
+    ),
     ("model.vocab_size=7", "model.vocab_size=7 must be at least 8, the size of the nucleotide tokenizer."),
     ("model.num_kv_heads=3", "model.num_kv_heads=3 must divide model.num_heads=4. Use 1, 2 or 4."),
     (
@@ -122,6 +132,11 @@ RULES = [
     (
         "precision.bf16_first_layers=-1",
         "precision.bf16_first_layers=-1 must be at least 0.",
+    ),
+    (
+        "precision.mode=mxfp8_emulated precision.bf16_first_layers=3 precision.bf16_last_layers=1",
+        "precision.bf16_first_layers + precision.bf16_last_layers = 3 + 1 must be less than model.num_layers=4, or "
+        "precision.mode=mxfp8_emulated would quantize nothing. Lower them, or use precision.mode=bf16.",
     ),
     # data
     (
@@ -194,6 +209,10 @@ def test_run_name_that_is_no_plain_folder_is_refused(name: str):
         "optim.min_lr=2e-3",
         "optim.warmup_steps=300",
         "model.top_k=8",
+        "model.top_k=2",
+        "model.top_k=1 model.num_experts=1 parallel.ep=1",
+        "precision.mode=mxfp8_emulated precision.bf16_first_layers=2 precision.bf16_last_layers=1",
+        "precision.mode=bf16 precision.bf16_first_layers=4 precision.bf16_last_layers=1",
         "data.seq_length=1024 data.stride=1023",
         "data.prefetch=0 eval.every=0 checkpoint.every=0 checkpoint.keep=0 optim.clip_norm=0",
         "checkpoint.init_from=/b",

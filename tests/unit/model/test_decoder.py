@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_framework.data.loader import Batch, collate
 from moe_framework.data.rows import Row
 from moe_framework.model.decoder import Decoder
-from moe_framework.train.step import Objective, StepCounts, accumulate_gradients
+from moe_framework.train.step import Objective, StepCounts, accumulate_gradients, forward
 from tests.unit.model.builders import SMALL, plain_decoder, random_batch, relative_difference
 
 
@@ -74,6 +74,20 @@ def test_later_tokens_and_padding_change_nothing_before_them(dense_model: Decode
     assert torch.equal(before[0, :12], after[0, :12])
     assert torch.equal(before[1, :13], after[1, :13])
     assert not torch.equal(before[0, 12:20], after[0, 12:20])
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_one_mask_is_kept_for_backward_whatever_the_number_of_layers(num_layers: int):
+    model, masks = plain_decoder(replace(SMALL, num_layers=num_layers)), {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape[-2:] == (24, 24):
+            masks[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(model, random_batch(7, [[7, 9, 5], [24]], seq_length=24))
+    assert len(masks) == 1
 
 
 def test_loss_is_the_cross_entropy_summed_over_targets(model: Decoder):

@@ -135,7 +135,7 @@ def gradients(ours: Contender, folder: Path) -> dict[str, set[str]]:
         ("LogsumexpBackward0", ranges.ROUTER),
         ("_PermuteBackward", ranges.PERMUTATION),
         ("NllLossBackward0", ranges.HEAD),
-        ("EmbeddingBackward0", ranges.OTHER),
+        ("_LookupBackward", ranges.OTHER),
     ],
 )
 def test_a_node_of_the_backward_pass_is_given_to_its_part(gradients: dict[str, set[str]], node: str, part: str):

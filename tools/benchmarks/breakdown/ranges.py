@@ -50,9 +50,6 @@ def ranges_around_parts(model: Decoder) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for module in model.modules():
             part = next((name for kind, name in _PART_OF_MODULE if isinstance(module, kind)), None)
-            # Inside a layer; the final norm below opens the head's range.
-            if part is None and isinstance(module, nn.RMSNorm) and module is not model.norm and _is_compiled(module):
-                part = OTHER
             if part is not None:
                 undo.enter_context(_wrapped(module, _what_a_call_runs(module), _in_range(part)))
             if isinstance(module, MoELayer):

@@ -73,7 +73,7 @@ def test_te_without_its_package_is_a_dependency_error(monkeypatch: pytest.Monkey
 def test_auto_takes_the_fastest_and_shows_all_times(winner: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
     for times in ({"te": 4.0, "grouped_mm": 3.0, "sequential": 5.0} | {winner: 2.0},):
-        monkeypatch.setattr(choose, "milliseconds", lambda make, times=times, **_: times[make.args[0]])
+        monkeypatch.setattr(choose, "milliseconds", lambda name, make, times=times, **_: times[name])
         chosen = choose_experts("auto", SHAPE, BF16, torch.device("cuda"))
         assert chosen.name == winner
         assert f"te in bf16 {times['te']:.2f} ms" in chosen.reason
@@ -83,14 +83,14 @@ def test_auto_takes_the_fastest_and_shows_all_times(winner: str, monkeypatch: py
 
 def test_auto_continues_with_a_checkpoints_backend_without_timing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(choose, "milliseconds", lambda make, **_: pytest.fail("timed"))
+    monkeypatch.setattr(choose, "milliseconds", lambda name, make, **_: pytest.fail("timed"))
     for name in ("te", "grouped_mm"):
         assert choose_experts("auto", SHAPE, BF16, torch.device("cuda"), preferred=name).name == name
 
 
 def test_auto_says_so_when_every_candidate_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(choose, "milliseconds", lambda make, **_: float("inf"))
+    monkeypatch.setattr(choose, "milliseconds", lambda name, make, **_: float("inf"))
     with pytest.raises(ConfigError, match="none of te, grouped_mm, sequential computes these experts"):
         choose_experts("auto", SHAPE, BF16, torch.device("cuda"))
 
@@ -117,6 +117,10 @@ def test_widths_that_the_format_cannot_block_are_named():
     for shape, named in (
         (replace(SHAPE, hidden_size=24), "hidden_size=24 is no multiple of 32"),
         (replace(SHAPE, intermediate_size=40), "intermediate_size=40 is no multiple of 32"),
+        (
+            replace(SHAPE, intermediate_size=40, expert_tp=2),
+            r"model\.intermediate_size/parallel\.expert_tp=80/2=40 is no multiple of 32",
+        ),
     ):
         with pytest.raises(ConfigError, match=named):
             choose_experts("auto", shape, precision_policy(EMULATED, CPU), CPU)
