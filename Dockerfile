@@ -24,7 +24,7 @@ COPY pyproject.toml setup.py README.md LICENSE ./
 COPY moe_framework ./moe_framework
 # The CUDA 13 core is named because the extension does not say which of the two cores it needs.
 RUN NVTE_FRAMEWORK=pytorch MAX_JOBS=4 pip install --no-cache-dir --no-build-isolation \
-    -e '.[te,megatron,resilience,hf,mx,demo]' 'transformer-engine[core_cu13]==2.20.*'
+    -e '.[te,megatron,resilience,hf,text,mx,demo]' 'transformer-engine[core_cu13]==2.20.*'
 
 COPY . .
 CMD ["python", "train_fsdp2_ep.py", "--help"]

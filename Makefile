@@ -1,6 +1,6 @@
 # The commands of README.md and of CI. Everything is installed into .venv, from PyPI only.
 
-EXTRAS := hf,megatron,resilience,mx,demo,test
+EXTRAS := hf,text,megatron,resilience,mx,demo,test
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

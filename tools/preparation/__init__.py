@@ -1,0 +1,1 @@
+"""Parts of the command that turns text into token files."""
