@@ -3,6 +3,11 @@
 #
 # Sets python, num_ranks (of each node), num_nodes, master_addr, master_port and log_dir, and defines run_step.
 
+# Until run_step begins, a request to stop is only remembered. It may come at once, as in a job whose time limit is
+# shorter than the time before it at which Slurm is to send the signal.
+told_early=''
+trap 'told_early=1' USR1 TERM
+
 if [[ ! -f train_fsdp2_ep.py ]]; then
     echo "$PWD has no train_fsdp2_ep.py. Call sbatch from the repository's root, or give it --chdir." >&2
     exit 2
@@ -35,7 +40,8 @@ mkdir -p "$log_dir"
 
 # Rank 0 writes 75 here when the ranks have stopped because they were told to, after saving.
 export MOE_EXIT_FILE=$log_dir/exit_code
-# This script makes it when it is told to stop, for ranks that are just being started and hear no signal yet.
+# This script makes it when it is told to stop, for ranks that are just being started, or started again, and hear no
+# signal yet. It tells the ranks of this start of the job only: what a start that was killed has left is removed.
 export MOE_STOP_FILE=$log_dir/stop
 rm -f "$MOE_EXIT_FILE" "$MOE_STOP_FILE"
 
@@ -48,9 +54,11 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 
 # Run a command once on each node; requeue the job if it stopped on request, and end with the step's exit code if not.
 # SIGUSR1 and SIGTERM to this script ask the ranks to stop; they count once, since the ranks obey a second one at once.
+# The file comes before the signal: ranks that miss it look for the file later.
 run_step() {
     local srun_pid='' code=0 heard='' told=''
-    trap 'heard=1; trap "" USR1 TERM; kill -USR1 $srun_pid || true' USR1 TERM
+    trap 'heard=1; trap "" USR1 TERM; touch "$MOE_STOP_FILE" || true; kill -USR1 $srun_pid || true' USR1 TERM
+    [[ -z $told_early ]] || touch "$MOE_STOP_FILE" || true
 
     # Once an agent has ended, the others get half a minute: their ranks then say themselves how they ended, and the
     # code is theirs, not that of a kill.

@@ -4,71 +4,74 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
-
-from moe_framework.errors import DataError
 
 _logger = logging.getLogger(__name__)
 
 # What a number that is filled in later takes in its line: as many characters as `.6g` needs at most.
 _OPEN = "null".ljust(12)
+_END = "}\n"
 
 
 class MetricsWriter:
     """Appends one line a step, so that the file never holds a step twice, also after a resume.
 
-    Lines that a full disk does not take are kept, and written once it does: training does not end for them.
+    Lines that a full disk does not take are kept, and written once it does: training does not end for them. Nor does
+    a damaged file keep it from going on: its good lines are kept, and a copy of it as `metrics.damaged.1.jsonl`.
 
     Args:
         path: The file; its folder must exist.
         resume_step: Last step of the checkpoint that the run continues from: later lines, of steps that are
             about to be repeated, are dropped. None starts an empty file.
-
-    Raises:
-        DataError: On resume, a line other than the last is not a JSON object with a `step`.
     """
 
     def __init__(self, path: Path | str, resume_step: int | None):
         self._path = Path(path)
         lines = [] if resume_step is None else _lines_up_to(self._path, resume_step)
         write_text_atomic(self._path, "".join(lines))
-        self._last_step, self._is_open = json.loads(lines[-1])["step"] if lines else -1, False
+        self._last_step = json.loads(lines[-1])["step"] if lines else -1
+        self._open: dict[str, int] = {}  # where the last line's open numbers begin, in bytes before its end
         # Without a buffer of its own: after an error it would be unknown what it still holds.
         self._file = self._path.open("ab", buffering=0)
+        # What is opened to append writes at the end, wherever it is told to.
+        self._filler = self._path.open("r+b", buffering=0)
         self._unwritten = b""
 
-    def write(self, step: int, values: Mapping[str, Any], *, later: str | None = None) -> None:
+    def write(self, step: int, values: Mapping[str, Any], *, later: Sequence[str] = ()) -> None:
         """Append a line and flush it, so that a killed process loses no finished step.
 
         Args:
             step: Optimizer steps done; greater than in the line before.
             values: JSON values; numbers that are not finite become null.
-            later: Name of a number that `fill` may add; null until then.
+            later: Names of numbers that `fill` may add; null until then.
         """
         assert step > self._last_step, f"step {step} after step {self._last_step}"
-        line = _dumps({"step": step, **values})
-        line = f'{line[:-1]}, "{later}": {_OPEN}}}\n' if later else f"{line}\n"
-        self._last_step, self._is_open = step, later is not None
-        self._append(line.encode())
+        line, tail = _dumps({"step": step, **values}).removesuffix("}"), _END
+        self._last_step, self._open = step, {}
+        for name in reversed(later):
+            self._open[name] = len(_OPEN + tail)
+            tail = f', "{name}": {_OPEN}{tail}'
+        self._append((line + tail).encode())
 
-    def fill(self, step: int, value: float) -> None:
-        """Put the number that `write` left open into its line; nothing happens if that is not the last line.
+    def fill(self, step: int, name: str, value: float) -> None:
+        """Put a number that `write` left open into its line; nothing happens if that is not the last line.
 
         The line keeps its length, so that a program that follows the file never meets a part of a line.
 
         Args:
             step: Of the line.
-            value: Finite.
+            name: Of the number.
+            value: Null if it is not finite.
         """
-        if step != self._last_step or not self._is_open or self._unwritten:
+        if step != self._last_step or name not in self._open or self._unwritten or not math.isfinite(value):
             return
-        self._is_open = False
         try:
-            with self._path.open("r+b", buffering=0) as file:
-                file.seek(-len(_OPEN + "}\n"), os.SEEK_END)
-                file.write(f"{value:.6g}".ljust(len(_OPEN)).encode())
+            # Not from the file's end, which is another's if a second process appends to it.
+            self._filler.seek(self._file.tell() - self._open.pop(name))
+            self._filler.write(f"{value:.6g}".ljust(len(_OPEN)).encode())
         except OSError as error:
             _logger.warning("%s: cannot be written (%s)", self._path, error)
 
@@ -76,6 +79,7 @@ class MetricsWriter:
         """Write what is left, if there is room for it, and close the file."""
         self._append(b"")
         self._file.close()
+        self._filler.close()
 
     def _append(self, data: bytes) -> None:
         was_stuck = bool(self._unwritten)
@@ -102,7 +106,7 @@ def last_step(path: Path) -> int:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except OSError:
         return 0
-    return max((step for step in map(_step_of, lines[-2:]) if step is not None), default=0)
+    return next((step for step in map(_step_of, reversed(lines)) if step is not None), 0)
 
 
 def write_json_atomic(path: Path | str, obj: Any) -> None:
@@ -137,14 +141,35 @@ def write_text_atomic(path: Path | str, text: str) -> None:
 def _lines_up_to(path: Path, last_step: int) -> list[str]:
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = []
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        lines = list(file)
+    kept: list[str] = []
+    bad: list[int] = []
+    newest = -1
     for number, line in enumerate(lines, start=1):
         step = _step_of(line)
-        if step is None and number < len(lines):
-            raise DataError(f"{path}: line {number} is not a JSON object with a step. Repair or remove the file.")
-        if step is not None and step <= last_step:
+        if step is None or step <= newest:
+            bad.append(number)
+        elif step <= last_step:
             kept.append(line)
+            newest = step
+    # The last line is cut off whenever a process is killed while it writes it.
+    if bad and bad != [len(lines)]:
+        _logger.warning(
+            "%s: line %s is not a JSON object with a step after the one before; the file is kept as %s, and the good "
+            "lines go on",
+            path,
+            ", ".join(map(str, bad[:10])) + (", …" if len(bad) > 10 else ""),
+            _copy_aside(path).name,
+        )
+    return kept
+
+
+def _copy_aside(path: Path) -> Path:
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.damaged.{number}{path.suffix}")).exists():
+        number += 1
+    shutil.copyfile(path, kept)
     return kept
 
 

@@ -1,5 +1,6 @@
 """Speed and memory: floating-point operations per token, peaks of known GPUs, step time, peak memory."""
 
+import re
 import resource
 import statistics
 import sys
@@ -10,9 +11,9 @@ from functools import cache
 
 import torch
 
-# Dense (not sparse) FLOP/s of one GPU, by a part of its name; the first match counts, so that variants with
-# fewer cores or lower clocks stand before the model they share a name with.
-# Source: NVIDIA's data sheets of the A100, H100, H200 and GB200 NVL72, and the Blackwell Architecture Technical
+# Dense (not sparse) FLOP/s of one GPU, by whole words of its name (an RTX A1000 is no A100); the first match counts, so
+# that variants with fewer cores or lower clocks stand before the model they share a name with.
+# Source: NVIDIA's data sheets of the A100, H100, H200, GH200 and GB200 NVL72, and the Blackwell Architecture Technical
 # Brief for HGX B200 (from H100 on they list tensor-core numbers with sparsity, which are twice the dense ones).
 _PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("A100", {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
@@ -21,6 +22,7 @@ _PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100", {"bf16": 989.5e12, "tf32": 494.5e12, "fp32": 67e12}),
     ("H200 NVL", {"bf16": 835.5e12, "tf32": 417.5e12, "fp32": 60e12}),
     ("H200", {"bf16": 989.5e12, "tf32": 494.5e12, "fp32": 67e12}),
+    ("GH200", {"bf16": 989.5e12, "tf32": 494.5e12, "fp32": 67e12}),
     ("GB200", {"bf16": 2.5e15, "tf32": 1.25e15, "fp32": 80e12}),
     ("B200", {"bf16": 2.25e15, "tf32": 1.1e15, "fp32": 80e12}),
 )
@@ -63,8 +65,8 @@ def peak_flops(device_type: str, device_name: str, dtype_name: str) -> float:
         FLOP/s.
     """
     if device_type == "cuda":
-        for part, peaks in _PEAK_FLOPS:
-            if part.lower() in device_name.lower():
+        for words, peaks in _PEAK_FLOPS:
+            if re.search(rf"\b{words}\b", device_name, re.IGNORECASE):
                 return peaks[dtype_name]
     return measured_peak_flops(_TORCH_DTYPES[dtype_name], torch.device(device_type))
 
@@ -125,7 +127,7 @@ class StepTime:
     """Time of one step.
 
     Attributes:
-        seconds: From start to stop.
+        seconds: From the end of the step before, without pauses.
         tokens_per_second: Tokens of all ranks per second.
     """
 
@@ -134,10 +136,12 @@ class StepTime:
 
 
 class StepTimer:
-    """Measures steps; what happens between `stop` and the next `start`, such as evaluation, is not counted.
+    """Measures steps without a gap: each lasts from the end of the one before, pauses such as an evaluation left out.
 
-    On a GPU the caller must have waited for the step's loss before `stop`; kernels enqueued after that, such as the
-    optimizer's, count with the next step.
+    So whatever happens between two steps, such as reading data and writing figures, counts with the later one. On a GPU
+    a step ends for the caller when it has its loss; the optimizer's update, enqueued after that, counts with the next
+    step, whose loss waits for it. Before a pause the caller must have waited for the device, or what is enqueued would
+    run during the pause and not be counted.
 
     Args:
         clock: Returns seconds.
@@ -145,20 +149,35 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
-        self._started = clock()
+        self._counted = 0.0
+        self._since: float | None = None
+
+    @property
+    def counted(self) -> float:
+        """Seconds between the end of the last step and a pause; they count with the next step, if there is one."""
+        return self._counted
 
     def start(self) -> None:
-        """Begin a step."""
-        self._started = self._clock()
+        """Begin the first step, or go on after a pause."""
+        self._since = self._clock()
 
-    def stop(self, num_tokens: int) -> StepTime:
-        """End the step.
+    def pause(self) -> None:
+        """Count no time until `start`."""
+        assert self._since is not None, "not started"
+        self._counted += self._clock() - self._since
+        self._since = None
+
+    def lap(self, num_tokens: int) -> StepTime:
+        """End a step and begin the next one.
 
         Args:
-            num_tokens: Tokens of this step over all ranks.
+            num_tokens: Tokens of the ended step over all ranks.
 
         Returns:
             Its time.
         """
-        seconds = self._clock() - self._started
+        assert self._since is not None, "not started"
+        now = self._clock()
+        seconds = self._counted + now - self._since
+        self._counted, self._since = 0.0, now
         return StepTime(seconds, num_tokens / seconds if seconds > 0 else 0.0)

@@ -3,7 +3,8 @@
 Gradients are sums: every rank's loss is already divided by the global token count, so each unit, dense or expert,
 adds up its gradients and divides by nothing. (Any other divide factor is applied twice by torch 2.11 when a shard
 group has one rank.) What is summed over which ranks follows from the unit's mesh; see `distributed.mesh`. With model
-replicas, a unit's mesh has two axes, and FSDP adds the shards' sums over the replicas.
+replicas, a unit's mesh has two axes, and FSDP adds the shards' sums over the replicas, once for all micro-batches
+of a step.
 
 Where one rank holds an expert alone (dp_shard = 1 and one replica, as in EP over all GPUs), there is nothing to
 gather: the experts stay out of FSDP and are cast where they are used. FSDP would copy every weight twice in each
@@ -72,6 +73,20 @@ def apply_fsdp(model: Decoder, mesh: ParallelMesh, precision: PrecisionPolicy) -
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def all_reduce_over_replicas(model: nn.Module, *, enabled: bool) -> None:
+    """Choose whether the next backward passes add gradients over the model's replicas, or keep them for a later one.
+
+    While it is off, each rank keeps the sums over its own replica's shards, in the format of gradient sums, and no
+    parameter gets its gradient; the next pass with it on adds them up. Without replicas it changes nothing.
+
+    Args:
+        model: From `apply_fsdp`, or a plain one, which has no replicas.
+        enabled: On, or off.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(enabled)
 
 
 def _inside_an_expert(parameter: nn.Parameter) -> Shard:

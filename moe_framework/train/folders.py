@@ -1,30 +1,46 @@
-"""The folders of a run, and the error where they cannot be written."""
+"""The folders of a run, which belong to it alone while it runs, and the error where they cannot be written."""
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_framework.config.schema import Config
+from moe_framework.distributed.collectives import together
 from moe_framework.errors import ConfigError
 from moe_framework.train.build import checkpoint_dir, run_dir
+from moe_framework.train.lock import locked
+
+logger = logging.getLogger(__name__)
 
 
-def make_directories(config: Config) -> None:
-    """Make the folders of the run and of its checkpoints, before any long work.
+class _Folder(NamedTuple):
+    key: str
+    value: str
+    path: Path
+
+
+@contextlib.contextmanager
+def own_folders(config: Config, *, is_main: bool) -> Iterator[None]:
+    """Make the folders of the run and of its checkpoints, and keep other runs out of them for the block.
+
+    To be entered before anything reads them: what a look at the checkpoints finds half done, it finishes or removes.
+
+    Args:
+        config: The run's.
+        is_main: Whether this is rank 0, which does so for all.
 
     Raises:
-        ConfigError: One cannot be written.
+        ConfigError: One cannot be written, or is another run's; on every rank.
+
+    Collective: the world; every rank must call.
     """
-    folders = [("run.dir", config.run.dir, run_dir(config))]
-    if config.checkpoint.ckpt_dir is not None:
-        folders.append(("checkpoint.ckpt_dir", config.checkpoint.ckpt_dir, checkpoint_dir(config)))
-    for key, value, directory in folders:
-        with writing(key, value, directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(directory, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "not writable")
+    with contextlib.ExitStack() as locks:
+        together(lambda: _take(config, locks) if is_main else None)
+        yield
 
 
 @contextlib.contextmanager
@@ -46,3 +62,33 @@ def writing(key: str, value: str, path: Path) -> Iterator[None]:
             f"{key}={value}: cannot write {path} ({os.strerror(error.errno or 0)}). "
             f"Set {key} to a folder that can be written."
         ) from error
+
+
+def _take(config: Config, locks: contextlib.ExitStack) -> None:
+    folders = _folders(config)
+    for key, value, path in folders:
+        with writing(key, value, path):
+            path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "not writable")
+    run, checkpoints = folders
+    # The checkpoints may lie in the run's folder itself, which cannot be locked twice.
+    to_lock = [run] if run.path.samefile(checkpoints.path) else folders
+    unlocked = []
+    for key, value, path in to_lock:
+        with writing(key, value, path):
+            if not locks.enter_context(locked(f"{key}={value}", path)):
+                unlocked.append(str(path))
+    if unlocked:
+        logger.warning(
+            "%s: the file system has no locks, so that nothing keeps a second run out; two would overwrite each other",
+            " and ".join(unlocked),
+        )
+
+
+def _folders(config: Config) -> list[_Folder]:
+    run = _Folder("run.dir", config.run.dir, run_dir(config))
+    path = checkpoint_dir(config)
+    if config.checkpoint.ckpt_dir is None:
+        return [run, run._replace(path=path)]
+    return [run, _Folder("checkpoint.ckpt_dir", config.checkpoint.ckpt_dir, path)]

@@ -35,9 +35,9 @@ def train(training: Training, position: Position, reporter: Reporter, saver: Sav
     config, num_bad, start = training.config, 0, position
     objective = Objective(config.moe.aux_loss_coeff, config.moe.z_loss_coeff)
     with training.loader(position.consumed_samples) as loader:
+        reporter.start()
         for step in range(position.step + 1, config.train.max_steps + 1):
             lifeline.begin_step(step)
-            reporter.start_step()
             batches = _next_batches(loader)
             copies, stop = training.mesh.tp.size(), lifeline.told_to_stop
             counts = agree_on_counts(batches, training.mesh.world_group, copies=copies, stop=stop)
@@ -62,12 +62,16 @@ def train(training: Training, position: Position, reporter: Reporter, saver: Sav
                 break
             if _due(step, config.eval.every):
                 lifeline.note("evaluation")
-                reporter.heldout(step, evaluate_heldout(training, lifeline, config.eval.max_rows))
+                with reporter.paused():
+                    loss = evaluate_heldout(training, lifeline, config.eval.max_rows)
+                reporter.heldout(step, loss)
             if num_bad == 0 and _due(step, config.checkpoint.every):
                 lifeline.note("save")
-                saver.save(position)
+                with reporter.paused():
+                    saver.save(position)
     if position != start:
-        saver.save_and_wait(position)
+        with reporter.paused():
+            saver.save_and_wait(position)
     return position
 
 

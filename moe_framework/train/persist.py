@@ -1,6 +1,8 @@
 """What a checkpoint of a run holds, and how a run continues from one."""
 
 import dataclasses
+import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +14,12 @@ from torch import Tensor
 from moe_framework.checkpoint.chunks import stored_shape
 from moe_framework.checkpoint.convert.base import TensorSource
 from moe_framework.checkpoint.convert.dcp_source import DcpSource, sizes_of_state
-from moe_framework.checkpoint.convert.formats import DCP, detect
+from moe_framework.checkpoint.convert.formats import DCP, MEGATRON, detect
 from moe_framework.checkpoint.convert.initial import check_shapes, check_sizes, fill_tensors, open_weights
+from moe_framework.checkpoint.convert.megatron_source import find_checkpoint
 from moe_framework.checkpoint.folder import is_complete, newest_step
-from moe_framework.checkpoint.manifest import read_manifest
+from moe_framework.checkpoint.manifest import Manifest, read_manifest
+from moe_framework.checkpoint.ranks import Ranks
 from moe_framework.checkpoint.staging import dtype_name
 from moe_framework.checkpoint.state import (
     allocate_optimizer_state,
@@ -30,13 +34,14 @@ from moe_framework.config.load import to_dict
 from moe_framework.distributed.collectives import together
 from moe_framework.errors import CheckpointError, ConfigError
 from moe_framework.train.build import Training, checkpoint_dir
+from moe_framework.train.compare import changes, log_changes
 
 logger = logging.getLogger(__name__)
 
 # Do not enter the computation of a model that is already initialised.
 _INITIAL_ONLY = ("init_std", "max_positions")
-# Change the computation without changing the shape of a tensor.
-_HEADS = ("num_heads", "num_kv_heads", "head_dim")
+# A new run may go on with others on purpose, such as a longer context; a converted model's are its own.
+_RETUNABLE = ("rope_theta", "norm_eps", "top_k")
 
 
 class Position(NamedTuple):
@@ -49,6 +54,34 @@ class Position(NamedTuple):
 
     step: int = 0
     consumed_samples: int = 0
+
+
+class Resumed(NamedTuple):
+    """Where a start goes on.
+
+    Attributes:
+        position: How far the run is.
+        changed: Old and new value of each key that is not as in the checkpoint; empty for a new run.
+    """
+
+    position: Position
+    changed: dict[str, list[Any]]
+
+
+class _Weights(NamedTuple):
+    """Initial weights, the same for every rank.
+
+    Attributes:
+        path: Their folder; of a folder of checkpoints, the newest one.
+        has_manifest: Whether it is a step of ours.
+        castless: Whether it is one that the store can load, which never casts; a converted step may be in bf16.
+        retuned: What the model computes otherwise than the run that saved them.
+    """
+
+    path: Path
+    has_manifest: bool
+    castless: bool
+    retuned: tuple[str, ...] = ()
 
 
 def save(training: Training, position: Position) -> None:
@@ -77,14 +110,14 @@ def save(training: Training, position: Position) -> None:
     training.store.save(position.step, tensors, state, rank_state=rng_state())
 
 
-def resume(training: Training) -> Position:
+def resume(training: Training) -> Resumed:
     """Continue from a checkpoint as `checkpoint.resume` and `checkpoint.init_from` say.
 
     Args:
         training: The run, freshly built; model and optimizer are filled in place.
 
     Returns:
-        Where to continue; the start, without a checkpoint.
+        Where to continue; the start, without a checkpoint. What differs from the checkpoint is logged.
 
     Raises:
         CheckpointError: The checkpoint is missing, damaged, or of another model or data; on every rank.
@@ -97,7 +130,7 @@ def resume(training: Training) -> Position:
         return _load(training, step_dir)
     if training.config.checkpoint.init_from is not None:
         _load_weights(training, Path(training.config.checkpoint.init_from))
-    return Position()
+    return Resumed(Position(), {})
 
 
 def _step_to_resume(training: Training) -> Path | None:
@@ -114,22 +147,26 @@ def _step_to_resume(training: Training) -> Path | None:
     return latest
 
 
-def _load(training: Training, step_dir: Path) -> Position:
+def _load(training: Training, step_dir: Path) -> Resumed:
     together(lambda: _check_has_optimizer(step_dir))
     allocate_optimizer_state(training.optimizer)
     tensors = model_tensors(training.model) | optimizer_tensors(training.model, training.optimizer)
     manifest = training.store.load(step_dir, tensors)
+    _check_same_manifest(step_dir, manifest, training)
     state = manifest.state
     try:
         _check_same_run(step_dir, state, training)
         position = Position(**state["position"])
+        changed = changes(state["config"], training.config)
         set_optimizer_step(training.optimizer, state["optimizer_step"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{step_dir}: manifest.json is not of a training run ({error!r}).") from error
     if len(manifest.rank_states) == training.runtime.launch.world_size:
         set_rng_state(manifest.rank_states[training.runtime.launch.rank])
     logger.info("resumed from %s (saved at %s)", step_dir, _layout(state["layout"]))
-    return position
+    if training.runtime.is_main:
+        log_changes(changed, training.config, position.step)
+    return Resumed(position, changed)
 
 
 def _check_has_optimizer(step_dir: Path) -> None:
@@ -143,61 +180,71 @@ def _check_has_optimizer(step_dir: Path) -> None:
 def _load_weights(training: Training, path: Path) -> None:
     logger.info("reading the initial weights from %s", path)
     tensors = model_tensors(training.model)
-    step_dir = together(lambda: _step_in_model_dtypes(path, training, tensors))
-    if step_dir is not None:
-        training.store.load(step_dir, tensors, allow_extra=lambda name: name.startswith("optimizer."))
+    # Rank 0 decides for all: a run that saves there meanwhile would give each rank another newest step.
+    found = Ranks(training.runtime.checkpoint_group).on_first(lambda: _find_weights(path, training, tensors))
+    if found.castless:
+        manifest = training.store.load(found.path, tensors, allow_extra=lambda name: name.startswith("optimizer."))
+        _check_same_manifest(found.path, manifest, training)
     else:
-        together(lambda: _check_files(path))
-        source = together(lambda: _open_weights(path, training, tensors))
+        if found.has_manifest:
+            _check_same_manifest(found.path, together(lambda: _check_files(found.path)), training)
+        source = together(lambda: _open_weights(found.path, training, tensors))
         together(lambda: fill_tensors(source, _own_names(tensors)))
-    logger.info("initial weights from %s", path)
+    logger.info("initial weights from %s", found.path)
+    if found.retuned and training.runtime.is_main:
+        logger.warning("THE MODEL IS NOT THE ONE THAT WAS SAVED: %s", "; ".join(found.retuned))
 
 
-def _step_in_model_dtypes(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> Path | None:
-    """The step, if the store can load it: it never casts, and a converted step may be in bf16."""
-    if detect(path) != DCP:
-        return None
-    step_dir = _step_of(path)
+def _find_weights(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> _Weights:
+    kind = detect(path)
+    if kind != DCP:
+        return _Weights(find_checkpoint(path) if kind == MEGATRON else path, has_manifest=False, castless=False)
+    step_dir = path if is_complete(path) else newest_step(path) or path
     manifest = read_manifest(step_dir)
-    for name, tensor in tensors.items():
-        saved = manifest.tensors.get(name)
-        if (
-            saved is not None
-            and saved.shape == tuple(stored_shape(name, tensor))
-            and saved.dtype != dtype_name(tensor.dtype)
-        ):
-            return None
-    # A run's own steps may go on with another rotation or top-k on purpose; a converted model's are its own.
-    keys = None if "conversion" in manifest.state else _HEADS
-    _check_sizes(sizes_of_state(manifest.state, str(step_dir)), training, keys, step_dir)
-    return step_dir
+    sizes, wanted = sizes_of_state(manifest.state, str(step_dir)), _sizes(training)
+    may_differ = () if "conversion" in manifest.state else _RETUNABLE
+    _check_sizes({key: value for key, value in sizes.items() if key not in may_differ}, training, step_dir)
+    retuned = [f"model.{key} was {sizes[key]}, now {wanted[key]}" for key in may_differ if sizes[key] != wanted[key]]
+    pairs = [(manifest.tensors[name], name, tensor) for name, tensor in tensors.items() if name in manifest.tensors]
+    casts = any(
+        saved.shape == tuple(stored_shape(name, tensor)) and saved.dtype != dtype_name(tensor.dtype)
+        for saved, name, tensor in pairs
+    )
+    return _Weights(step_dir, has_manifest=True, castless=not casts, retuned=tuple(retuned))
 
 
-def _step_of(path: Path) -> Path:
-    """The step itself, or the newest of a folder of steps."""
-    return path if is_complete(path) else newest_step(path) or path
+def _check_files(step_dir: Path) -> Manifest:
+    """Compare a step's files with their checksums in its manifest, each rank its share of them."""
+    source = DcpSource(step_dir)
+    try:
+        source.check_files(rank=dist.get_rank(), num_ranks=dist.get_world_size())
+        return source.manifest
+    finally:
+        source.close()
 
 
-def _check_files(path: Path) -> None:
-    """Compare a step's files with their checksums, each rank its share of them; other formats have none."""
-    if detect(path) == DCP:
-        source = DcpSource(_step_of(path))
-        try:
-            source.check_files(rank=dist.get_rank(), num_ranks=dist.get_world_size())
-        finally:
-            source.close()
+def _check_same_manifest(step_dir: Path, manifest: Manifest, training: Training) -> None:
+    """Refuse to mix two steps: a rank may read another file system, or the step may be saved again meanwhile."""
+    text = json.dumps(dataclasses.asdict(manifest), sort_keys=True)
+    digests = Ranks(training.runtime.checkpoint_group).gather(hashlib.sha256(text.encode()).hexdigest())
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(
+            f"{step_dir}: rank {', '.join(others)} read another manifest.json than rank 0. Give every host the same "
+            "files, and let no run save this step meanwhile."
+        )
 
 
 def _open_weights(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> TensorSource:
     source = open_weights(path, _sizes(training))
-    _check_sizes(source.config(), training, None, path)
+    _check_sizes(source.config(), training, path)
     check_shapes(source, _own_names(tensors), str(path))
     return source
 
 
-def _check_sizes(found: dict[str, Any], training: Training, keys: tuple[str, ...] | None, path: Path) -> None:
+def _check_sizes(found: dict[str, Any], training: Training, path: Path) -> None:
     wanted = _sizes(training)
-    check_sizes(found, wanted, keys or [key for key in wanted if key not in _INITIAL_ONLY], str(path))
+    check_sizes(found, wanted, [key for key in wanted if key not in _INITIAL_ONLY], str(path))
 
 
 def _sizes(training: Training) -> dict[str, Any]:
@@ -225,7 +272,11 @@ def _data_identity(training: Training) -> dict[str, Any]:
 
 def _model_identity(model: dict[str, Any]) -> dict[str, Any]:
     """What enters the computation of a model that is already initialised."""
-    return {f"model.{key}": value for key, value in model.items() if key not in _INITIAL_ONLY}
+    # Null is a width as well: the same model may be written with it and without.
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_heads"]
+    return {
+        f"model.{key}": value for key, value in (model | {"head_dim": head_dim}).items() if key not in _INITIAL_ONLY
+    }
 
 
 def _check_same_run(step_dir: Path, state: dict[str, Any], training: Training) -> None:

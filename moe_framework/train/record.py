@@ -3,41 +3,35 @@
 Rank 0 reads and writes it. It never holds the environment.
 """
 
-import hashlib
 import json
 import logging
-import platform
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from moe_framework import __version__
-from moe_framework.config.load import to_dict, to_yaml
 from moe_framework.distributed.collectives import together
 from moe_framework.distributed.failure import FirstFailure
 from moe_framework.errors import ExitCode, MoeFrameworkError, RankError, TrainingError
 from moe_framework.observe.metrics import last_step, write_json_atomic
 from moe_framework.resilience.hang_folder import hung_since
 from moe_framework.train.build import Training, run_dir
+from moe_framework.train.compare import digest
+from moe_framework.train.facts import facts
 from moe_framework.train.folders import writing
-from moe_framework.train.persist import Position
+from moe_framework.train.persist import Resumed
 
 logger = logging.getLogger(__name__)
 
 NAME = "run.json"
 METRICS = "metrics.jsonl"
 INTERRUPTED = 128 + signal.SIGINT
-PACKAGES = ("torch", "numpy", "transformer-engine", "torchao", "nvidia-resiliency-ext")
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,7 @@ class Start:
         world_size: Ranks.
         hosts: Host of each rank, named once each.
         config_digest: Of the configuration; starts with another one are another attempt.
+        changed: Old and new value of each key that is not as in the checkpoint it goes on from.
         died_in_step: The step in which the start before it died; None if it did not.
         ended: `time`, `code`, `step` and `error`; None while it runs, and for ever if it was killed.
     """
@@ -61,6 +56,7 @@ class Start:
     world_size: int
     hosts: list[str]
     config_digest: str
+    changed: dict[str, list[Any]] = field(default_factory=dict)
     died_in_step: int | None = None
     ended: dict[str, Any] | None = None
 
@@ -85,6 +81,7 @@ class RunRecord:
         last_step_seen: int,
         hosts: list[str],
         config_digest: str,
+        changed: Mapping[str, list[Any]],
         max_failures_per_step: int,
         samples_of: Callable[[int], range],
     ) -> None:
@@ -95,6 +92,7 @@ class RunRecord:
             last_step_seen: Last step of which the start before wrote figures.
             hosts: Host of each rank.
             config_digest: Of the configuration.
+            changed: Old and new value of each key that is not as in the checkpoint.
             max_failures_per_step: `resilience.max_failures_per_step`.
             samples_of: Gives the samples of a step.
 
@@ -110,6 +108,7 @@ class RunRecord:
             world_size=len(hosts),
             hosts=list(dict.fromkeys(hosts)),
             config_digest=config_digest,
+            changed=dict(changed),
             died_in_step=died,
         )
         starts = [*self._starts, start]
@@ -163,12 +162,12 @@ class RunRecord:
         write_json_atomic(self._path, {**self._facts, "starts": [asdict(one) for one in self._starts]})
 
 
-def start_record(training: Training, position: Position) -> RunRecord:
+def start_record(training: Training, resumed: Resumed) -> RunRecord:
     """Record a start, once it is known where it continues: one that was refused before leaves no trace.
 
     Args:
         training: The run.
-        position: Where it continues.
+        resumed: Where it continues.
 
     Returns:
         The record.
@@ -179,7 +178,7 @@ def start_record(training: Training, position: Position) -> RunRecord:
 
     Collective: the world; every rank must call.
     """
-    config, runtime = training.config, training.runtime
+    config, runtime, position = training.config, training.runtime, resumed.position
     hosts: list[str] = [""] * runtime.launch.world_size
     dist.all_gather_object(hosts, socket.gethostname(), group=runtime.checkpoint_group)
 
@@ -190,14 +189,15 @@ def start_record(training: Training, position: Position) -> RunRecord:
 
     def begin() -> RunRecord:
         directory = run_dir(config)
-        record = RunRecord(directory, _facts(training) if runtime.is_main else None)
+        record = RunRecord(directory, facts(training) if runtime.is_main else None)
         if runtime.is_main:
             with writing("run.dir", config.run.dir, directory / NAME):
                 record.begin(
                     step=position.step,
                     last_step_seen=last_step(directory / METRICS),
                     hosts=hosts,
-                    config_digest=hashlib.sha256(to_yaml(config).encode()).hexdigest(),
+                    config_digest=digest(config),
+                    changed=resumed.changed,
                     max_failures_per_step=config.resilience.max_failures_per_step,
                     samples_of=samples_of,
                 )
@@ -248,26 +248,6 @@ def _died_again(starts: list[Start], samples: range, limit: int) -> str:
     )
 
 
-def _facts(training: Training) -> dict[str, Any]:
-    """What a run is made of."""
-    config, device = training.config, training.runtime.device
-    versions = {"moe_framework": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return {
-        "git_commit": _git_commit(),
-        "versions": versions,
-        "world_size": training.runtime.launch.world_size,
-        "layout": asdict(config.parallel),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "experts_backend": training.experts_backend,
-        "config": to_dict(config),
-    }
-
-
 def _reason(before: Start | None, died_in_step: int | None, directory: Path) -> str:
     if before is None:
         return "first start"
@@ -282,15 +262,6 @@ def _reason(before: Start | None, died_in_step: int | None, directory: Path) -> 
         INTERRUPTED: "interrupted at the keyboard",
         ExitCode.FAILED: f"failed in step {died_in_step}: {before.ended['error']}",
     }.get(code, f"started again after {before.ended['error']}")
-
-
-def _git_commit() -> str | None:
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        logger.info("git commit not recorded: not run from a git checkout")
-        return None
 
 
 def _now() -> str:

@@ -1,10 +1,14 @@
 """Where a run's figures go: progress, metrics.jsonl, TensorBoard, summary.json. Writes on rank 0 alone."""
 
+import contextlib
 import json
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moe_framework.config.schema import Config
 from moe_framework.distributed.runtime import Runtime
@@ -37,7 +41,7 @@ class Reporter:
         self._device = runtime.device
         self._enabled = runtime.is_main
         self._log_every = config.train.log_every
-        self._max_steps, self._checkpoint = config.train.max_steps, config.checkpoint
+        self._max_steps, self._checkpoint, self._eval = config.train.max_steps, config.checkpoint, config.eval
         self._mfu_per_token_rate = mfu_per_token_rate
         self._timer = StepTimer()
         self._started = time.perf_counter()
@@ -52,10 +56,19 @@ class Reporter:
             if first_step == 0:
                 _move_aside(directory / "metrics.jsonl")
             self._metrics = MetricsWriter(directory / "metrics.jsonl", first_step if first_step else None)
-            self._board = TensorBoardWriter(directory / "tensorboard", first_step + 1 if first_step else None)
+            self._board = TensorBoardWriter(directory / "tensorboard", first_step + 1)
 
-    def start_step(self) -> None:
-        """Begin to time a step."""
+    def start(self) -> None:
+        """Begin to time the first step; each of the others begins where the one before ends."""
+        self._timer.start()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count the block, such as an evaluation or a save, with no step; waits for what the device has yet to do."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._timer.pause()
+        yield
         self._timer.start()
 
     def end_step(self, step: int, result: StepResult, counts: StepCounts, lr: float, samples: range) -> None:
@@ -68,7 +81,7 @@ class Reporter:
             lr: Its learning rate.
             samples: Global samples of its batch.
         """
-        timing = self._timer.stop(counts.num_tokens)
+        timing = self._timer.lap(counts.num_tokens)
         self._num_tokens += counts.num_tokens
         self._step_seconds += timing.seconds
         if not self._enabled:
@@ -87,13 +100,20 @@ class Reporter:
             "peak_memory_bytes": peak_memory_bytes(self._device),
         }
         alarms = self._alarms(step, result, samples)
-        saves = step == self._max_steps or (self._checkpoint.every > 0 and step % self._checkpoint.every == 0)
-        values_of_line = values | {"tokens": counts.num_tokens} | alarms
-        self._metrics.write(step, values_of_line, later="save_stall_ms" if saves else None)
+        self._metrics.write(step, values | {"tokens": counts.num_tokens} | alarms, later=self._known_later(step))
         if step % self._log_every == 0:
             self._board.scalars(step, {f"train/{name}": value for name, value in values.items()})
             self._board.scalars(step, router_scalars(self._window.take()))
         self._progress.update(step, result.loss, timing.tokens_per_second)
+
+    def _known_later(self, step: int) -> list[str]:
+        """What the loop will say of a step after it has ended."""
+        is_last = step == self._max_steps
+        due = {
+            "heldout_loss": not is_last and self._eval.every > 0 and step % self._eval.every == 0,
+            "save_stall_ms": is_last or (self._checkpoint.every > 0 and step % self._checkpoint.every == 0),
+        }
+        return [name for name, is_due in due.items() if is_due]
 
     def _alarms(self, step: int, result: StepResult, samples: range) -> dict[str, Any]:
         """Say what is wrong with a step, and return what its line in metrics.jsonl says of it."""
@@ -119,13 +139,14 @@ class Reporter:
     def heldout(self, step: int, loss: float) -> None:
         """Record an evaluation: nats per target on the held-out region."""
         if self._enabled:
+            self._metrics.fill(step, "heldout_loss", loss)
             self._board.scalars(step, {"heldout/loss": loss})
             self._progress.note(f"step {step}: held-out loss {loss:.4f}")
 
     def saved(self, step: int, stall_s: float) -> None:
         """Record a save that was begun, and for how many seconds it kept training waiting."""
         if self._enabled:
-            self._metrics.fill(step, 1e3 * stall_s)
+            self._metrics.fill(step, "save_stall_ms", 1e3 * stall_s)
             self._board.scalars(step, {"checkpoint/save_stall_ms": 1e3 * stall_s})
 
     def save_failed(self, step: int, reason: str, num_in_a_row: int) -> None:
@@ -154,7 +175,8 @@ class Reporter:
             return
         timing = {"tokens_per_second": None, "wall_s": time.perf_counter() - self._started}
         if self._step_seconds:
-            timing["tokens_per_second"] = self._num_tokens / self._step_seconds
+            # The last update too, for which no step waits on a GPU.
+            timing["tokens_per_second"] = self._num_tokens / (self._step_seconds + self._timer.counted)
         else:
             timing |= _timing_before(self._directory / "summary.json")
         summary = values | timing

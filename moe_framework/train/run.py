@@ -25,7 +25,8 @@ from moe_framework.resilience.lifeline import Lifeline
 from moe_framework.resilience.signals import StopRequest
 from moe_framework.resilience.watch import HangWatch
 from moe_framework.train.build import Training, build_training, run_dir
-from moe_framework.train.folders import make_directories, writing
+from moe_framework.train.compare import check_same_on_all_ranks
+from moe_framework.train.folders import own_folders, writing
 from moe_framework.train.loop import evaluate_heldout, train
 from moe_framework.train.model import count_parameters
 from moe_framework.train.persist import Position, resume
@@ -58,12 +59,14 @@ def run(config: Config) -> int:
     timeout_s = _collective_timeout_s(config)
     try:
         with start(launch, config.device, deterministic=config.train.deterministic, timeout_s=timeout_s) as runtime:
+            check_same_on_all_ranks(config, runtime.checkpoint_group)
             failure = FirstFailure.of_this_start(runtime.checkpoint_group)
             with (
                 failure,
                 StopRequest(launch.stop_file, hopeless=failure.is_known, failed_code=ExitCode.FAILED) as stop,
                 failure.telling(),
                 open_heartbeat(config.resilience.heartbeat, under_launcher=launch.ft_launcher) as heartbeat,
+                own_folders(config, is_main=runtime.is_main),
             ):
                 code = _run(config, runtime, stop, heartbeat, failure)
     except Exception:
@@ -76,12 +79,12 @@ def run(config: Config) -> int:
 
 
 def _run(config: Config, runtime: Runtime, stop: StopRequest, heartbeat: Heartbeat, failure: FirstFailure) -> ExitCode:
-    together(lambda: make_directories(config) if runtime.is_main else None)
     training = build_training(config, runtime)
     set_timeouts(_collective_timeout_s(config))
     with training.store, failure.telling():
-        position = resume(training)
-        record = start_record(training, position)
+        resumed = resume(training)
+        position = resumed.position
+        record = start_record(training, resumed)
         with record.ending(failure), failure.telling():
             reporter = together(lambda: _start_reports(training, position))
             with contextlib.closing(reporter), _lifeline(training, stop, heartbeat) as lifeline, failure.telling():

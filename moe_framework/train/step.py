@@ -14,6 +14,7 @@ from moe_framework.distributed.mesh import ParallelMesh
 from moe_framework.model.decoder import DecoderOutput
 from moe_framework.optim.adamw import AdamW
 from moe_framework.optim.clip import global_grad_norm
+from moe_framework.parallel.fsdp import all_reduce_over_replicas
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class StepResult(NamedTuple):
         z_loss: Router z-loss per token, mean over layers.
         grad_norm: Global L2 norm before clipping.
         applied: Whether the parameters were updated; False when loss or norm were not finite.
-        tokens_per_expert_LE: [L, E] int64 on the device, summed over all ranks.
-        entropy_L: [L] float32 on the device, routing entropy summed over all tokens.
+        tokens_per_expert_LE: [L, E] int64 on the host, summed over all ranks.
+        entropy_L: [L] float32 on the host, routing entropy summed over all tokens.
     """
 
     loss: float
@@ -106,6 +107,8 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over the micro-batches, then one clipped update.
 
+    The host waits for the device once, for all figures and before the update: nobody waits for the update itself.
+
     Args:
         model: The parallelised decoder.
         optimizer: Over its parameters.
@@ -124,22 +127,33 @@ def train_step(
     parameters = [p for p in model.parameters() if p.requires_grad]
     norm = global_grad_norm(parameters)
     scalars = torch.stack([totals.loss, totals.aux_loss, totals.z_loss])
-    all_reduce_sum(scalars, mesh.world_group)
-    loss, aux_loss, z_loss, grad_norm = torch.cat([scalars, norm[None]]).tolist()
+    for sums in (scalars, totals.tokens_per_expert_LE, totals.entropy_L):
+        all_reduce_sum(sums, mesh.world_group)
+    scalars, tokens_per_expert_LE, entropy_L = _to_host(
+        torch.cat([scalars, norm[None]]), totals.tokens_per_expert_LE, totals.entropy_L
+    )
+    loss, aux_loss, z_loss, grad_norm = scalars.tolist()
     applied = bool(torch.tensor([loss, aux_loss, z_loss, grad_norm]).isfinite().all())
     if applied:
         optimizer.step_clipped(norm, clip_norm)
     optimizer.zero_grad(set_to_none=True)
-    num_layers = totals.entropy_L.numel()
+    num_layers = entropy_L.numel()
     return StepResult(
         loss=loss / counts.num_targets,
         aux_loss=aux_loss / counts.num_tokens / num_layers,
         z_loss=z_loss / counts.num_tokens / num_layers,
         grad_norm=grad_norm,
         applied=applied,
-        tokens_per_expert_LE=all_reduce_sum(totals.tokens_per_expert_LE, mesh.world_group),
-        entropy_L=all_reduce_sum(totals.entropy_L, mesh.world_group),
+        tokens_per_expert_LE=tokens_per_expert_LE,
+        entropy_L=entropy_L,
     )
+
+
+def _to_host(*tensors: Tensor) -> list[Tensor]:
+    """Copy small tensors to the host at once; through float64, which holds float32 and counts below 2^53 exactly."""
+    flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.to(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def accumulate_gradients(
@@ -149,7 +163,7 @@ def accumulate_gradients(
 
     The objective is Σ loss / targets + Σ (aux_coeff · aux + z_coeff · z) / tokens, with global counts below each
     sum, so that the gradients of ranks and micro-batches only have to be added. Each layer's router losses count
-    with the full coefficient.
+    with the full coefficient. Replicas of the model add theirs once, after the last micro-batch.
 
     Args:
         model: The parallelised decoder.
@@ -163,7 +177,9 @@ def accumulate_gradients(
     Collective: the world; every rank must call with the same number of micro-batches.
     """
     outputs = []
-    for batch in batches:
+    for index, batch in enumerate(batches):
+        if len(batches) > 1:
+            all_reduce_over_replicas(model, enabled=index == len(batches) - 1)
         output = forward(model, batch)
         routers = objective.aux_loss_coeff * output.aux_loss + objective.z_loss_coeff * output.z_loss
         (output.loss / counts.num_targets + routers / counts.num_tokens).backward()

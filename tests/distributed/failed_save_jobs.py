@@ -15,8 +15,8 @@ import torch.distributed as dist
 from moe_framework.checkpoint import save
 from moe_framework.checkpoint.folder import complete_steps, step_number
 from moe_framework.data.loader import TrainLoader
+from moe_framework.train import lock, saving
 from moe_framework.train import run as run_module
-from moe_framework.train import saving
 from moe_framework.train.build import Training, checkpoint_dir
 from moe_framework.train.saving import Saver
 from tests.distributed.train_jobs import Ended, command
@@ -137,7 +137,7 @@ def _before_steps(act: Callable[[int], None] = lambda number: None, *, waiting: 
         dist.barrier()
         directory = checkpoint_dir(training.config)
         seen.steps[number] = {step_number(step) or 0: _digest(step) for step in complete_steps(directory)}
-        known = {"latest", BALLAST, *(step.name for step in complete_steps(directory))}
+        known = {"latest", lock.NAME, BALLAST, *(step.name for step in complete_steps(directory))}
         left = directory.iterdir() if directory.exists() else ()
         seen.left_overs[number] = sorted(path.name for path in left if path.name not in known)
         dist.barrier()

@@ -12,7 +12,7 @@ from moe_framework.distributed.mesh import build_mesh
 from moe_framework.errors import DataError
 from moe_framework.optim.adamw import build_adamw
 from moe_framework.train.evaluate import evaluate
-from moe_framework.train.step import agree_on_counts, train_step
+from moe_framework.train.step import accumulate_gradients, agree_on_counts, train_step
 from tests.distributed.parity_jobs import CLIP_NORM, OBJECTIVE, OPTIM, Layout, Spec, built, micro_batches, parameters_of
 
 
@@ -93,6 +93,18 @@ def ops_of_a_step(spec: Spec, layout: Layout) -> Counter[str]:
         )
         (out.loss + out.aux_loss + out.z_loss).backward()
     return ops.counts
+
+
+def all_reduces_of_gradients(spec: Spec, layout: Layout) -> int:
+    """All-reduces of the forward and backward passes of one step on this rank."""
+    model, mesh = built(spec, layout)
+    batches = micro_batches(
+        spec, 0, data_rank=mesh.data_rank, num_data_ranks=mesh.num_data_ranks, accumulation=layout.accumulation
+    )
+    counts = agree_on_counts(batches, mesh.data_group)
+    with CountedOps() as ops:
+        accumulate_gradients(model, batches, counts, OBJECTIVE)
+    return ops.counts["c10d.allreduce_.default"]
 
 
 def router_weight_seen(spec: Spec, layout: Layout) -> bool:

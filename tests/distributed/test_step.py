@@ -3,7 +3,12 @@ import torch
 
 from moe_framework.data.loader import collate
 from tests.distributed.parity_jobs import ROWS_WITH_AN_EMPTY_RANK, Layout, Spec, global_batch, idle_one_expert
-from tests.distributed.step_jobs import counts_when_one_loader_failed, heldout_loss, step_with_a_bad_weight
+from tests.distributed.step_jobs import (
+    all_reduces_of_gradients,
+    counts_when_one_loader_failed,
+    heldout_loss,
+    step_with_a_bad_weight,
+)
 from tests.helpers.pool import RankPool
 from tests.unit.model.builders import plain_decoder
 
@@ -53,3 +58,11 @@ def test_heldout_loss_is_the_mean_over_all_targets(ranks: RankPool, layout: Layo
         )
     results = ranks.run(heldout_loss, layout.world_size, spec, layout)
     assert results == [(pytest.approx(out.loss.item() / batch.num_targets, rel=1e-5), False)] * layout.world_size
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"dp": 4}], ids=["one_shard", "two_shards"])
+def test_replicas_add_their_gradients_once_a_step_however_many_micro_batches_it_has(ranks: RankPool, degrees: dict):
+    layouts = [Layout(ep=1, dp_replicate=2, accumulation=accumulation, **degrees) for accumulation in (1, 2)]
+    once, accumulated = (ranks.run(all_reduces_of_gradients, one.world_size, SPEC, one) for one in layouts)
+    # The experts, the router and the rest of each layer, the embedding, the head.
+    assert accumulated == once == [3 * SPEC.sizes.num_layers + 2] * layouts[0].world_size

@@ -51,7 +51,7 @@ def refusal(ranks: RankPool, start: list[str], world_size: int = 2) -> str:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("model.top_k=1", "model.top_k was 2, now 1"),
+        ("model.top_k=3", "model.top_k was 2, now 3"),
         ("model.num_heads=2", "model.num_heads was 4, now 2"),
         ("model.rope_theta=500", "model.rope_theta was 10000.0, now 500.0"),
         ("model.norm_eps=1e-6", "model.norm_eps was 1e-05, now 1e-06"),
@@ -94,7 +94,17 @@ def test_other_shapes_are_refused_by_tensor(ranks: RankPool, trained: Path):
 def test_init_from_another_model_is_refused(ranks: RankPool, trained: Path, tmp_path: Path):
     change = f"checkpoint.init_from={trained / STEP}"
     error = refusal(ranks, arguments(tmp_path, EP2, change, "model.num_layers=3", max_steps=6))
-    assert "step_00000006: 'model.layers.2.moe.router.weight' is not on disk, but in the model." in error
+    assert error == (f"CheckpointError: model.num_layers=3: {trained / STEP} has 2. Set model.num_layers=2.")
+
+
+@pytest.mark.parametrize("how", ["resume", "init_from"])
+def test_a_step_that_is_replaced_while_it_is_read_is_refused(ranks: RankPool, trained: Path, tmp_path: Path, how: str):
+    start = arguments(
+        tmp_path, EP2, f"checkpoint.{how}={trained / STEP}", f"data.path={trained}/genome.fa", max_steps=6
+    )
+    ended = ranks.run(jobs.command_on_a_step_that_is_replaced, 2, start, timeout_s=TIMEOUT_S)
+    assert [one.code for one in ended] == [2, 2]
+    assert f"CheckpointError: {trained / STEP}: rank 1 read another manifest.json than rank 0." in ended[0].text
 
 
 def test_resume_never_is_refused_where_there_is_something_to_overwrite(ranks: RankPool, trained: Path):
@@ -135,13 +145,6 @@ def test_a_damaged_step_can_be_left_out(ranks: RankPool, copied: Path):
     assert [(one.start, one.ended.code) for one in seen] == [((3, 12), 0)] * 2
 
 
-def test_damaged_metrics_file_is_named(ranks: RankPool, copied: Path):
-    path = copied / "run/metrics.jsonl"
-    path.write_text("half a li\n" + path.read_text())
-    error = refusal(ranks, arguments(copied, EP2, max_steps=6))
-    assert error == (f"DataError: {path}: line 1 is not a JSON object with a step. Repair or remove the file.")
-
-
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
@@ -174,11 +177,24 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(ranks: RankP
 
 
 def test_ranks_that_read_different_files_are_refused(ranks: RankPool, tmp_path):
-    start = [one for one in arguments(tmp_path, EP2) if not one.startswith("data.path=")]
+    start = arguments(tmp_path, EP2)
     # The same number of bases, so that nothing else could show it.
     paths = [str(write_genome(tmp_path / f"host{host}.fa", seed=host)) for host in (0, 1)]
     ended = ranks.run(jobs.command_on_own_file, 2, start, paths, timeout_s=TIMEOUT_S)
     assert [one.code for one in ended] == [2, 2]
-    for rank, one in enumerate(ended):
-        assert f"data.path={paths[rank]}: rank 1 read other sequences than rank 0." in one.text
-        assert "Give every host the same file." in one.text
+    for one in ended:
+        assert f"data.path={tmp_path}/genome.fa: rank 1 read other sequences than rank 0." in one.text
+        assert "Give every host the same files." in one.text
+
+
+def test_ranks_that_were_started_differently_are_refused_before_anything_is_made(ranks: RankPool, tmp_path: Path):
+    own = [["run.name=at_10_59", "optim.lr=1e-3"], ["run.name=at_11_00", "optim.lr=2e-3"]]
+    start = [one for one in arguments(tmp_path, EP2) if not one.startswith("run.name=")]
+    ended = ranks.run(jobs.command_with_own_arguments, 2, start, own, timeout_s=TIMEOUT_S)
+    assert [one.code for one in ended] == [2, 2]
+    assert ended[0].text.rstrip().splitlines()[-1] == (
+        "ConfigError: run.name=at_10_59 on rank 0, but at_11_00 on rank 1 (2 keys differ): every rank must have the "
+        "same configuration. Not rank 0's: rank 1. Start all ranks with the same arguments, and write out what is "
+        "computed at the start, such as the time of ${now:...}."
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["genome.fa"]

@@ -169,6 +169,16 @@ def test_init_from_takes_the_weights_alone(ranks: RankPool, whole, tmp_path):
     assert ranks.run(jobs.start_only, 2, arguments(tmp_path, *changes))[0][0] == (3, 12)
 
 
+def test_initial_weights_are_of_one_step_on_every_rank(ranks: RankPool, whole, tmp_path):
+    steps = whole[0] / "run/checkpoints"
+    line = arguments(tmp_path, *EP2, f"checkpoint.init_from={steps}")
+    started = ranks.run(jobs.start_while_another_run_saves, 2, line, steps / "step_00000003")
+    expected = ranks.run(jobs.start_only, 2, arguments(whole[0], *EP2))[0][2]
+    for _, _, parameters, _ in started:
+        assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
+    assert f"initial weights from {steps / 'step_00000012'}" in started[0][3]
+
+
 def test_the_expert_backend_is_kept_in_the_checkpoint_for_the_resumed_run(whole):
     folder, _ = whole
     state = read_manifest(folder / "run/checkpoints/step_00000012").state

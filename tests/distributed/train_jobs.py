@@ -11,7 +11,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import train_fsdp2_ep
+from moe_framework.checkpoint import load
 from moe_framework.checkpoint.folder import newest_step, step_number
 from moe_framework.checkpoint.state import optimizer_step
 from moe_framework.data.loader import Batch, TrainLoader
 from moe_framework.data.packing import Rows
-from moe_framework.train import loop, saving, step
+from moe_framework.train import build, loop, persist, saving, step
 from moe_framework.train import run as run_module
 from moe_framework.train.build import Training
 from moe_framework.train.persist import Position
@@ -305,5 +306,26 @@ def _logging_restored() -> Iterator[None]:
 
 
 def command_on_own_file(arguments: list[str], paths: list[str]) -> Ended:
-    """Run the entry point, each rank with a data file of its own."""
-    return command([*arguments, f"data.path={paths[dist.get_rank()]}"])
+    """Run the entry point; each rank finds another file under the name."""
+    path, real = paths[dist.get_rank()], build.open_data
+    with mock.patch.object(build, "open_data", lambda _, cut: real(path, cut)):
+        return command(arguments)
+
+
+def command_with_own_arguments(arguments: list[str], own: list[list[str]]) -> Ended:
+    """Run the entry point, each rank with some arguments of its own."""
+    return command([*arguments, *own[dist.get_rank()]])
+
+
+def start_while_another_run_saves(arguments: list[str], older: Path) -> tuple[Position, int, dict[str, Tensor], str]:
+    """Start a run as `start_only` does; ranks that look for the newest step after rank 0 would find another one."""
+    real, rank = persist.newest_step, dist.get_rank()
+    with mock.patch.object(persist, "newest_step", lambda path: older if rank else real(path)):
+        return start_only(arguments)
+
+
+def command_on_a_step_that_is_replaced(arguments: list[str]) -> Ended:
+    """Run the entry point; the last rank reads the manifest of a step that was saved again under the same name."""
+    real, last = load.read_manifest, dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(load, "read_manifest", lambda path: replace(real(path), publication=77 if last else 1)):
+        return command(arguments)

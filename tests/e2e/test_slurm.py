@@ -183,6 +183,18 @@ def test_a_preempted_run_is_saved_requeued_and_goes_on(submit, expected: dict[in
     assert sorted(path.parts[0] for path in logs) == ["node0", "node0", "node1", "node1"]
 
 
+def test_a_request_to_stop_before_any_rank_listens_is_obeyed_once(submit, expected: dict[int, float]):
+    job = submit("slurm_train.sbatch")
+    logs = job.folder / "logs" / str(job.number)
+    wait_for(logs.is_dir, timeout_s=START_TIMEOUT_S, what=lambda: job.output)
+    job.slurm.command("scancel", "--batch", "--signal=USR1", str(job.number))
+    check_whole(job, expected, starts=2, requeued=1)
+    first, second = job.starts()
+    assert (first["step"], first["ended"]["code"], first["ended"]["step"]) == (0, ExitCode.STOPPED, 0)
+    assert second["step"] == 0
+    assert not (logs / "stop").exists()
+
+
 def test_a_run_whose_ranks_die_hang_and_are_preempted_goes_on_each_time(submit, expected: dict[int, float]):
     job = submit("slurm_ft.sbatch", **TIMEOUTS)
     job.wait_for_step(10)

@@ -30,13 +30,21 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # Lazily: after a failed test a file may still be open.
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+        # Lazily: after a failed test a file may still be open, or the folder be read-only.
+        while folder.is_mount():
+            subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
 
 
 def set_writable(folder: Path, *, writable: bool) -> None:
-    """Remount a file system of `small_disk`'s read-only, or writable again; mode bits would not stop root."""
-    subprocess.run(["mount", "-o", f"remount,{'rw' if writable else 'ro'}", str(folder)], check=True)
+    """Make a file system of `small_disk`'s read-only, or writable again; mode bits would not stop root.
+
+    Files that are open stay writable, and would keep it from being remounted: a second mount covers it.
+    """
+    if writable:
+        subprocess.run(["umount", str(folder)], check=True)
+    else:
+        subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
 
 
 def used_bytes(folder: Path) -> int:

@@ -24,11 +24,13 @@ printf '%s\\0' "$@" > "$FAKES/python.$SLURM_NODEID"
 exit "${FAKE_CODE:-0}"
 """
 
-# Runs the command for each of two nodes in turn, or waits for the signal that the batch script passes on.
+# Runs the command for each of two nodes in turn, or waits for the signal that the batch script passes on, together with
+# the file for ranks that don't listen yet.
 SRUN = """\
 printf '%s\\0' "$@" > "$FAKES/srun.arguments"
+[[ ! -e $MOE_STOP_FILE ]] || touch "$FAKES/stop_when_started"
 if [[ -n ${FAKE_WAIT:-} ]]; then
-    trap 'echo heard >> "$FAKES/signals"' USR1
+    trap '[[ -e $MOE_STOP_FILE ]] && told=heard; echo ${told:-"heard, without the file"} >> "$FAKES/signals"' USR1
     touch "$FAKES/waiting"
     for _ in {1..100}; do [[ -f $FAKES/go ]] && exit 5; sleep 0.05; done
     exit 6
@@ -40,6 +42,10 @@ exit $code
 """
 
 SCONTROL = """\
+if [[ -n ${FAKE_SLOW:-} && $1 == show ]]; then
+    touch "$FAKES/waiting"
+    for _ in {1..100}; do [[ -f $FAKES/go ]] && break; sleep 0.05; done
+fi
 case "$1 $2" in
     "show hostnames") printf 'n0\\nn1\\n' ;;
     "show node") echo "   NodeAddr=10.0.0.${3#n} NodeHostName=$3 Version=22" ;;
@@ -199,6 +205,50 @@ def test_what_an_earlier_start_left_in_the_exit_file_does_not_count(fakes: Fakes
     left.write_text("75\n")
     assert fakes.run("slurm_train.sbatch").returncode == 0
     assert fakes.requeued is None
+
+
+def stop_files(fakes: Fakes) -> list[Path]:
+    return list(Path(fakes.environ["LOG_DIR"]).rglob("stop*"))
+
+
+@pytest.mark.parametrize("launcher", SBATCH)
+def test_a_stop_request_of_an_earlier_start_does_not_count(launcher: str, fakes: Fakes):
+    left = Path(fakes.environ["LOG_DIR"]) / "42/stop"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    assert fakes.run(launcher, SLURM_RESTART_COUNT="1").returncode == 0
+    assert not (fakes.folder / "stop_when_started").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("launcher", SBATCH)
+def test_a_stop_request_is_kept_for_ranks_that_do_not_listen_yet(launcher: str, number: int, fakes: Fakes):
+    command = ["bash", str(ROOT / "launchers" / launcher)]
+    with subprocess.Popen(command, cwd=ROOT, env=fakes.environ | {"FAKE_WAIT": "1"}) as script:
+        wait_for(fakes.folder / "waiting")
+        assert stop_files(fakes) == []
+        script.send_signal(number)
+        wait_for(fakes.folder / "signals")
+        (kept,) = stop_files(fakes)
+        (fakes.folder / "go").touch()
+        assert script.wait(30) == 5
+    assert (fakes.folder / "signals").read_text() == "heard\n"
+    assert not kept.exists()
+    fakes.run(launcher, SLURM_RESTART_COUNT="1")
+    assert not (fakes.folder / "stop_when_started").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_stop_request_before_the_step_is_kept_for_it(number: int, fakes: Fakes):
+    command = ["bash", str(ROOT / "launchers/slurm_train.sbatch")]
+    with subprocess.Popen(command, cwd=ROOT, env=fakes.environ | {"FAKE_SLOW": "1", "FAKE_EXIT_FILE": "75"}) as script:
+        wait_for(fakes.folder / "waiting")
+        script.send_signal(number)
+        (fakes.folder / "go").touch()
+        assert script.wait(30) == 75
+    assert (fakes.folder / "stop_when_started").exists()
+    assert fakes.requeued == "42"
+    assert stop_files(fakes) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

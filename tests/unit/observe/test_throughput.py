@@ -3,7 +3,9 @@ import time
 import pytest
 import torch
 
+from moe_framework.observe import throughput
 from moe_framework.observe.throughput import (
+    StepTime,
     StepTimer,
     flops_per_token,
     measured_peak_flops,
@@ -30,12 +32,19 @@ def test_flops_count_six_per_weight_and_half_a_row_of_attention():
         ("NVIDIA H100 NVL", "tf32", 417.5e12),
         ("NVIDIA H200", "bf16", 989.5e12),
         ("NVIDIA H200 NVL", "bf16", 835.5e12),
+        ("NVIDIA GH200 480GB", "bf16", 989.5e12),
         ("NVIDIA B200", "bf16", 2.25e15),
         ("NVIDIA GB200", "bf16", 2.5e15),
     ],
 )
 def test_known_gpus_have_their_data_sheets_dense_peak(name: str, dtype: str, peak: float):
     assert peak_flops("cuda", name, dtype) == peak
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA RTX A1000 6GB Laptop GPU", "NVIDIA XB200"])
+def test_a_gpu_whose_name_only_contains_a_known_one_is_measured(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr(throughput, "measured_peak_flops", lambda dtype, device: 7.0)
+    assert peak_flops("cuda", name, "bf16") == 7.0
 
 
 def test_a_cpus_peak_is_measured_once_and_quickly():
@@ -74,11 +83,16 @@ def test_peak_memory_is_in_bytes_and_does_not_shrink():
     assert peak_memory_bytes(torch.device("cpu")) >= during
 
 
-def test_step_timer_counts_from_start_to_stop_only():
-    now = iter([0.0, 10.0, 12.0, 50.0, 54.0])
+def test_steps_follow_each_other_without_a_gap_and_pauses_are_left_out():
+    now = iter([10.0, 12.0, 16.0, 17.0, 40.0, 42.0, 43.5])
     timer = StepTimer(clock=lambda: next(now))
     timer.start()
-    assert timer.stop(1000).tokens_per_second == 500.0
+    assert timer.lap(1000) == StepTime(2.0, 500.0)
+    assert timer.lap(1000) == StepTime(4.0, 250.0)
+    timer.pause()
+    assert timer.counted == 1.0
     timer.start()
-    step = timer.stop(1000)
-    assert (step.seconds, step.tokens_per_second) == (4.0, 250.0)
+    # What came before the pause, such as the last update, counts with the next step.
+    assert timer.lap(1500) == StepTime(3.0, 500.0)
+    assert timer.counted == 0.0
+    assert timer.lap(1500).seconds == 1.5

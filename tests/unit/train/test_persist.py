@@ -1,4 +1,5 @@
 import json
+import logging
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,7 +50,7 @@ def test_resume_gives_back_position_weights_and_random_state(saved, runtime: Run
     random.seed(11)
     expected = random.random()
     random.seed(12)
-    assert resume(other) == POSITION
+    assert resume(other).position == POSITION
     assert random.random() == expected
     assert optimizer_step(other.optimizer) == 0
     pairs = zip(other.model.parameters(), training.model.parameters(), strict=True)
@@ -61,7 +62,7 @@ def test_random_state_of_another_number_of_ranks_is_left_alone(saved, runtime: R
     two_ranks = replace(runtime, launch=replace(runtime.launch, world_size=2))
     random.seed(12)
     expected = random.Random(12).random()
-    assert resume(replace(build_training(config, runtime), runtime=two_ranks)) == POSITION
+    assert resume(replace(build_training(config, runtime), runtime=two_ranks)).position == POSITION
     assert random.random() == expected
 
 
@@ -76,7 +77,54 @@ def test_random_state_of_another_number_of_ranks_is_left_alone(saved, runtime: R
     ],
 )
 def test_what_may_change_between_two_starts_is_accepted(saved, runtime: Runtime, section: str, values: dict):
-    assert resume(build_training(changed(saved[1], section, **values), runtime)) == POSITION
+    assert resume(build_training(changed(saved[1], section, **values), runtime)).position == POSITION
+
+
+def test_what_is_not_as_it_was_saved_is_returned_and_said(saved, runtime: Runtime, caplog: pytest.LogCaptureFixture):
+    config = changed(changed(saved[1], "train", max_steps=99), "moe", aux_loss_coeff=0.5)
+    training = build_training(config, runtime)
+    with caplog.at_level(logging.INFO):
+        found = resume(training).changed
+    assert found == {"train.max_steps": [12, 99], "moe.aux_loss_coeff": [0.01, 0.5]}
+    text = "\n".join(record.message for record in caplog.records)
+    assert "moe.aux_loss_coeff: 0.01 -> 0.5" in text
+    assert "THE LEARNING RATE JUMPS: step 4 has " in text
+
+
+def test_a_resume_that_changes_nothing_says_nothing(saved, runtime: Runtime, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        assert resume(build_training(saved[1], runtime)).changed == {}
+    assert "changed" not in caplog.text
+
+
+def test_a_head_width_that_is_written_out_is_the_same_model(saved, runtime: Runtime):
+    config = saved[1]
+    assert config.model.head_dim is None
+    explicit = changed(config, "model", head_dim=config.model.resolved_head_dim)
+    assert resume(build_training(explicit, runtime)).position == POSITION
+
+
+def from_weights(saved, runtime: Runtime, folder: Path, **model: object) -> None:
+    """Start a new run from the saved weights, with a changed model."""
+    config = changed(changed(saved[1], "run", dir=str(folder)), "checkpoint", init_from=str(checkpoint_dir(saved[1])))
+    resume(build_training(changed(config, "model", **model), runtime))
+
+
+def test_a_model_that_computes_something_else_than_the_initial_weights_was_warned_of(
+    saved, runtime: Runtime, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    from_weights(saved, runtime, tmp_path)
+    assert "THE MODEL IS NOT" not in caplog.text
+    from_weights(saved, runtime, tmp_path, rope_theta=7.0, top_k=3)
+    expected = (
+        "THE MODEL IS NOT THE ONE THAT WAS SAVED: model.rope_theta was 10000.0, now 7.0; model.top_k was 2, now 3"
+    )
+    assert expected in caplog.text
+
+
+def test_initial_weights_of_another_number_of_heads_are_refused(saved, runtime: Runtime, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"model\.num_heads=1: .*step_00000003 has 4\."):
+        from_weights(saved, runtime, tmp_path, num_heads=1, num_kv_heads=1)
 
 
 def test_every_difference_is_named_with_both_values(saved, runtime: Runtime):
@@ -98,7 +146,7 @@ def test_same_sequences_under_another_name_are_the_same_data(saved, runtime: Run
     folder, config, _ = saved
     moved = tmp_path / "moved.fa"
     moved.write_bytes((folder / "genome.fa").read_bytes())
-    assert resume(build_training(changed(config, "data", path=str(moved)), runtime)) == POSITION
+    assert resume(build_training(changed(config, "data", path=str(moved)), runtime)).position == POSITION
 
 
 @pytest.mark.parametrize("state", [{}, {"position": {}, "data": {}, "config": {"model": {}}}, {"config": None}])
@@ -126,7 +174,7 @@ def test_never_is_refused_only_where_a_step_is(saved, runtime: Runtime, tmp_path
     never = changed(saved[1], "checkpoint", resume="never")
     with pytest.raises(ConfigError, match=r"checkpoint\.resume=never: .*step_00000003"):
         resume(build_training(never, runtime))
-    assert resume(build_training(changed(never, "checkpoint", ckpt_dir=str(tmp_path)), runtime)) == (0, 0)
+    assert resume(build_training(changed(never, "checkpoint", ckpt_dir=str(tmp_path)), runtime)).position == (0, 0)
 
 
 def test_checkpoints_are_in_the_run_unless_told_otherwise():

@@ -26,6 +26,7 @@ def begin(folder: Path, *, seen: int, step: int = 0, config: str = "a", limit: i
         last_step_seen=seen,
         hosts=["n1", "n1", "n2"],
         config_digest=config,
+        changed={"optim.lr": [1, 2]} if step else {},
         max_failures_per_step=limit,
         samples_of=lambda step: range(4 * step, 4 * step + 4),
     )
@@ -64,6 +65,7 @@ def test_each_start_says_why_it_came_about(tmp_path: Path):
     assert record["git_commit"] == "abc"
     assert record["starts"][0]["hosts"] == ["n1", "n2"]
     assert record["starts"][0]["world_size"] == 3
+    assert [start["changed"] for start in record["starts"][:2]] == [{}, {"optim.lr": [1, 2]}]
 
 
 def test_a_step_that_kills_start_after_start_is_named_with_its_batch_and_nothing_is_written(tmp_path: Path):
@@ -142,6 +144,14 @@ def test_a_record_that_cannot_be_read_is_replaced_with_a_warning(tmp_path: Path,
     begin(tmp_path, seen=3)
     assert reasons(tmp_path) == ["first start"]
     assert "earlier starts are not known" in caplog.text
+
+
+def test_starts_recorded_before_changes_were_are_read(tmp_path: Path):
+    begin(tmp_path, seen=0)
+    record = json.loads((tmp_path / "run.json").read_text())
+    del record["starts"][0]["changed"]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert [start.changed for start in read_starts(tmp_path)] == [{}]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path):

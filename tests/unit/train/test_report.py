@@ -1,12 +1,15 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moe_framework.config.schema import Config, TrainConfig
+from moe_framework.config.schema import Config, EvalConfig, TrainConfig
 from moe_framework.distributed.runtime import LaunchEnvironment, Runtime
+from moe_framework.observe.throughput import StepTimer
 from moe_framework.train.report import Reporter
 from moe_framework.train.step import StepCounts, StepResult
 
@@ -23,10 +26,12 @@ RESULT = StepResult(
 NO_GROUP: Any = None
 
 
-def reporter(directory: Path, *, rank: int = 0, first_step: int = 0) -> Reporter:
+def reporter(directory: Path, *, rank: int = 0, first_step: int = 0, evaluate_every: int = 0) -> Reporter:
     runtime = Runtime(LaunchEnvironment(rank=rank, world_size=2), torch.device("cpu"), NO_GROUP)
-    config = Config(train=TrainConfig(max_steps=10, log_every=2))
-    return Reporter(config, runtime, directory, first_step=first_step, mfu_per_token_rate=1e-3)
+    config = Config(train=TrainConfig(max_steps=10, log_every=2), eval=EvalConfig(every=evaluate_every))
+    own = Reporter(config, runtime, directory, first_step=first_step, mfu_per_token_rate=1e-3)
+    own.start()
+    return own
 
 
 def lines(directory: Path) -> list[dict]:
@@ -34,7 +39,6 @@ def lines(directory: Path) -> list[dict]:
 
 
 def record(own: Reporter, step: int, result: StepResult = RESULT) -> None:
-    own.start_step()
     own.end_step(step, result, COUNTS, 3e-4, range(8 * step, 8 * step + 8))
 
 
@@ -96,6 +100,60 @@ def test_summary_has_the_rate_of_all_steps_and_the_given_figures(tmp_path, capsy
     assert 0 < summary["wall_s"] < 60
     printed = capsys.readouterr().out.splitlines()[-1]
     assert printed.startswith("heldout_loss=1.3000  peak_rss_bytes=123,456  tokens_per_second=")
+
+
+def test_pauses_are_in_no_step_and_what_comes_before_them_is_in_the_summary(tmp_path):
+    own = reporter(tmp_path)
+    now = iter([0.0, 2.0, 3.0, 50.0, 54.0, 55.0, 90.0])
+    own._timer = StepTimer(lambda: next(now))
+    own.start()
+    record(own, 1)
+    with own.paused():
+        pass
+    record(own, 2)
+    with own.paused():
+        pass
+    own.summarise({})
+    own.close()
+    assert [line["tokens_per_second"] for line in lines(tmp_path)] == [100 / 2.0, 100 / 5.0]
+    assert json.loads((tmp_path / "summary.json").read_text())["tokens_per_second"] == 200 / 8.0
+
+
+def test_a_heldout_loss_is_in_the_line_of_its_step(tmp_path):
+    own = reporter(tmp_path, evaluate_every=3)
+    for step in range(1, 10):
+        record(own, step)
+        if step in (3, 9):
+            own.heldout(step, 1.0 + step / 100)
+    own.close()
+    # Step 6 was cut off before its evaluation.
+    assert {line["step"]: line["heldout_loss"] for line in lines(tmp_path) if "heldout_loss" in line} == {
+        3: 1.03,
+        6: None,
+        9: 1.09,
+    }
+
+
+def test_a_heldout_loss_and_a_stall_share_the_line(tmp_path):
+    own = reporter(tmp_path, evaluate_every=10)
+    own._max_steps, own._checkpoint = 99, replace(own._checkpoint, every=10)
+    record(own, 10)
+    own.heldout(10, 1.5)
+    own.saved(10, 0.25)
+    own.close()
+    (line,) = lines(tmp_path)
+    assert (line["heldout_loss"], line["save_stall_ms"]) == (1.5, 250.0)
+
+
+def test_tensorboard_hides_the_curves_of_a_run_that_started_again_from_step_0(tmp_path):
+    for last in (8, 4):
+        own = reporter(tmp_path)
+        for step in range(1, last + 1):
+            record(own, step)
+        own.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 4]
 
 
 def test_a_run_without_steps_has_no_rate(tmp_path):

@@ -16,11 +16,12 @@ from tests.unit.train.test_report import COUNTS, NO_GROUP, RESULT, lines
 def reporter(directory: Path, *, rank: int = 0) -> Reporter:
     runtime = Runtime(LaunchEnvironment(rank=rank, world_size=2), torch.device("cpu"), NO_GROUP)
     config = Config(train=TrainConfig(max_steps=5), checkpoint=CheckpointConfig(every=2, max_failed_saves=3))
-    return Reporter(config, runtime, directory, first_step=0, mfu_per_token_rate=1e-3)
+    own = Reporter(config, runtime, directory, first_step=0, mfu_per_token_rate=1e-3)
+    own.start()
+    return own
 
 
 def record(own: Reporter, step: int) -> None:
-    own.start_step()
     own.end_step(step, RESULT, COUNTS, 3e-4, range(4 * step, 4 * step + 4))
 
 

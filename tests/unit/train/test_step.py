@@ -8,9 +8,11 @@ from moe_framework.data.loader import Batch, collate
 from moe_framework.distributed.mesh import ParallelMesh, build_mesh
 from moe_framework.errors import DataError
 from moe_framework.optim.adamw import build_adamw
+from moe_framework.train import step as step_module
 from moe_framework.train.step import (
     Objective,
     StepCounts,
+    _to_host,
     accumulate_gradients,
     agree_on_counts,
     forward,
@@ -92,6 +94,31 @@ def test_step_reports_means_and_clears_gradients(mesh: ParallelMesh):
     assert result.z_loss == pytest.approx(out.z_loss.item() / batch.num_tokens / SMALL.num_layers, rel=1e-6)
     assert 0.9 < result.aux_loss < 2
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_nothing_of_a_step_waits_for_its_update(mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch):
+    model, batch, done = plain_decoder(), batch_of(0, 1, 2, 3), []
+    counts = agree_on_counts([batch], mesh.data_group)
+    optimizer = build_adamw(model, lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+
+    def told(name: str, real):
+        return lambda *args: (done.append(name), real(*args))[1]
+
+    monkeypatch.setattr(step_module, "all_reduce_sum", told("sum", step_module.all_reduce_sum))
+    monkeypatch.setattr(step_module, "_to_host", told("wait", _to_host))
+    monkeypatch.setattr(optimizer, "step_clipped", told("update", optimizer.step_clipped))
+    result = train_step(model, optimizer, [batch], counts, mesh=mesh, objective=OBJECTIVE, clip_norm=1.0)
+    assert done == ["sum", "sum", "sum", "wait", "update"]
+    assert result.tokens_per_expert_LE.sum() == batch.num_tokens * SMALL.top_k * SMALL.num_layers
+
+
+def test_figures_come_to_the_host_bit_for_bit():
+    scalars = torch.tensor([1 / 3, float("nan"), float("-inf"), 1e-40, 3e38])
+    counts = torch.tensor([[2**53 - 1, 0], [1, 2**31 + 1]])
+    found = _to_host(scalars, counts, scalars[:1])
+    for one, expected in zip(found, (scalars, counts, scalars[:1]), strict=True):
+        assert one.dtype == expected.dtype
+        torch.testing.assert_close(one, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("part", ["loss", "aux_loss", "z_loss", "gradient"])
