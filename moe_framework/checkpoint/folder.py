@@ -6,6 +6,7 @@ Nothing here communicates: rank 0 calls these functions and tells the other rank
 import logging
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 from moe_framework.checkpoint.manifest import (
@@ -212,9 +213,18 @@ def _publications(directory: Path, *, strict: bool = False) -> dict[Path, tuple[
     for step_dir in complete_steps(directory):
         number = step_number(step_dir) or 0
         try:
-            found[step_dir] = (read_manifest(step_dir).publication, number)
-        except CheckpointError as error:
+            status = (step_dir / MANIFEST_NAME).stat()
+            publication = _read_publication(step_dir, status.st_ino, status.st_mtime_ns, status.st_size)
+            found[step_dir] = (publication, number)
+        except (CheckpointError, OSError) as error:
             if strict and (latest_number is None or number >= latest_number):
                 raise CheckpointError(f"{error} Or remove {step_dir} to resume from an older step.") from error
             _logger.warning("Ignored: %s", str(error).removesuffix(f" {RESTORE}"))
     return found
+
+
+@cache
+def _read_publication(step_dir: Path, inode: int, modified_ns: int, size: int) -> int:
+    # Each save asks twice for all steps, and the manifest of many ranks takes tens of milliseconds to check. One that
+    # was replaced has another inode or time.
+    return read_manifest(step_dir).publication

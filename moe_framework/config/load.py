@@ -19,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moe_framework.config.command_line import CommandLine, help_text, parse_command_line
+from moe_framework.config.home import expand_home, quote_home
 from moe_framework.config.keys import schema_keys, schema_sections, unknown_key
 from moe_framework.config.schema import Config
 from moe_framework.config.structure import MISSING, accepts_text, build_config
@@ -39,6 +40,8 @@ def load_config(
 ) -> Config:
     """Compose a configuration and check its keys and types; `validate` checks the rules between keys.
 
+    A leading `~` in a path is the home folder (`home.py`).
+
     Args:
         config_name: A YAML file of the folders below, without its ending.
         overrides: `key=value` in Hydra's override syntax; the last of several wins.
@@ -54,7 +57,7 @@ def load_config(
     arguments = _for_hydra(overrides, folders, violations)
     name = _existing_name(config_name, folders, violations)
     values = _compose(name, arguments, folders, violations) if name else None
-    config = build_config(values or {}, violations)
+    config = expand_home(build_config(values or {}, violations), violations)
     if violations:
         raise ConfigError(violations)
     return config
@@ -113,7 +116,7 @@ def _existing_name(config_name: str | None, folders: list[Path], violations: lis
 def _for_hydra(overrides: Iterable[str], folders: list[Path], violations: list[str]) -> list[str]:
     parser = OverridesParser.create()
     arguments = []
-    for text in overrides:
+    for text in map(quote_home, overrides):
         try:
             override = parser.parse_override(text)
         except HydraException as error:

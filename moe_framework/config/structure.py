@@ -1,6 +1,7 @@
 """From a plain nested dict to the frozen dataclasses, with every wrong key and type found in one pass."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
@@ -103,8 +104,10 @@ def _convert_to(value: Any, kind: Any) -> Any:
         return value
     if kind is int and isinstance(value, float) and value.is_integer():
         raise _MismatchError(f" Write {int(value)}.")
-    if kind is int and isinstance(value, str) and value.lstrip("+-").isdecimal():
-        raise _MismatchError(" Remove the quotes.")
+    if kind is int and isinstance(value, str) and (digits := re.fullmatch(r"\+?(-?)0*(\d+)", value)):
+        plain = digits[1] + digits[2]
+        # Also text without quotes: YAML's number 02 would be octal, so Hydra reads none.
+        raise _MismatchError(" Remove the quotes." if plain == value else f" Write {plain}.")
     if kind is str and isinstance(value, (int, float)):
         raise _MismatchError(" Put it in quotes.")
     raise _MismatchError

@@ -13,8 +13,8 @@ import numpy as np
 from moe_framework.data.order import sample_at
 from moe_framework.data.rows import Row, RowSource
 
-BLOCK = 10_000
-"""Samples in which the shares are exact: a weight is rounded to a ten-thousandth."""
+BLOCK = 1_000_000
+"""Samples in which the shares are exact: a weight is rounded to a millionth."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +71,14 @@ def counts_of(weights: tuple[float, ...]) -> tuple[int, ...]:
     """Return how many samples of a block each data set has, by the largest remainder.
 
     Args:
-        weights: Positive; only their ratios count.
+        weights: Positive and finite; only their ratios count.
 
     Returns:
-        Integers that add up to `BLOCK`; 0 for a share below half a ten-thousandth.
+        Integers that add up to `BLOCK`; 0 where a share is too small for a sample.
     """
-    shares = np.array(weights) / sum(weights) * BLOCK
+    # Relative to the largest first: the sum of the largest numbers there are has no value.
+    relative = np.array(weights) / max(weights)
+    shares = relative / relative.sum() * BLOCK
     counts = np.floor(shares).astype(np.int64)
     missing = BLOCK - int(counts.sum())
     counts[np.argsort(-(shares - counts), kind="stable")[:missing]] += 1

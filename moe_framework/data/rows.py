@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
     Attributes:
         tokens: `[S] int64` inputs; PAD after the last document.
-        targets: `[S] int64` next tokens; IGNORE_INDEX where the next token is not A, C, G or T, and on padding.
+        targets: `[S] int64` next tokens; IGNORE_INDEX where there is none to predict, and on padding.
         positions: `[S] int64`, from 0 in each document; 0 on padding.
         document_ids: `[S] int64` 0, 1, 2, …; PADDING_DOCUMENT on padding.
         num_tokens: Positions that are not padding.

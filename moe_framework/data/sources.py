@@ -80,7 +80,7 @@ def open_data(path: str | None, cut: Cut) -> Data:
     if 0 in counts:
         name = paths[counts.index(0)]
         raise ConfigError(
-            f"data.path={path}: {name} has less than 1/{BLOCK} of the weights. Raise its weight, or leave it out."
+            f"data.path={path}: {name} has less than about 1/{BLOCK} of the weights. Raise its weight, or leave it out."
         )
     parts = [_open_one(name, cut) for name in paths]
     if len({part.alphabet_size for part in parts}) > 1:

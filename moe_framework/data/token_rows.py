@@ -88,12 +88,12 @@ class TokenRows:
 def split_tokens(
     tokens: IndexedTokens, heldout_fraction: float, *, seq_length: int, vocab_size: int, separate_documents: bool
 ) -> tuple[TokenRows, TokenRows]:
-    """Cut once, where a document begins: what comes before is for training, what comes after is held out.
+    """Cut once: what comes before is for training, what comes after is held out.
 
     Args:
         tokens: All of them.
-        heldout_fraction: Share of all tokens, at the end, in [0, 1); the document at the cut is held out whole, unless
-            it is the first.
+        heldout_fraction: Share of all tokens, at the end, in [0, 1]. The cut moves to the nearest border between two
+            documents, if that changes the held-out part by no more than half of it; else it is inside a document.
         seq_length: Positions of a row.
         vocab_size: Of the model.
         separate_documents: See `TokenRows`.
@@ -101,11 +101,19 @@ def split_tokens(
     Returns:
         The training and the held-out rows; either may have none.
     """
-    cut = tokens.num_tokens - round(tokens.num_tokens * heldout_fraction)
-    if 0 < cut < tokens.num_tokens:
-        cut = tokens.start_of(tokens.document_of(cut)) or cut
+    cut = _cut(tokens, round(tokens.num_tokens * heldout_fraction))
 
     def rows(start: int, stop: int) -> TokenRows:
         return TokenRows(tokens, start, stop, seq_length, vocab_size, separate_documents)
 
     return rows(0, cut), rows(cut, tokens.num_tokens)
+
+
+def _cut(tokens: IndexedTokens, num_heldout: int) -> int:
+    exact = tokens.num_tokens - num_heldout
+    if not 0 < exact < tokens.num_tokens:
+        return exact
+    document = tokens.document_of(exact)
+    nearest = min((tokens.start_of(document), tokens.start_of(document + 1)), key=lambda border: abs(border - exact))
+    is_near = 0 < nearest < tokens.num_tokens and abs(nearest - exact) <= num_heldout / 2
+    return nearest if is_near else exact

@@ -95,9 +95,12 @@ def _fill(box: Tensor, descriptor: int, path: Path, begin: int, shape: tuple[int
         box.copy_(covering.as_strided(box.shape, strides))
     else:
         dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-        for row, index in enumerate(range(region[dim].start, region[dim].stop)):
-            inner = (*region[:dim], slice(index, index + 1), *region[dim + 1 :])
-            _fill(box.narrow(dim, row, 1), descriptor, path, begin, shape, inner)
+        low, high = region[dim].start, region[dim].stop
+        middle = (low + high) // 2
+        # Halves and not single rows, of which a box of columns has thousands.
+        for start, stop in ((low, middle), (middle, high)):
+            inner = (*region[:dim], slice(start, stop), *region[dim + 1 :])
+            _fill(box.narrow(dim, start - low, stop - start), descriptor, path, begin, shape, inner)
 
 
 def _read_into(target: Tensor, descriptor: int, path: Path, at: int) -> None:

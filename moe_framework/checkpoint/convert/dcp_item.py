@@ -34,6 +34,8 @@ _STORAGE_DTYPES = {
     "CharStorage": torch.int8,
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
 }
 _REBUILD = (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"))
 
@@ -51,26 +53,34 @@ class StoredItem:
     begin: int
 
 
-def locate_item(descriptor: int, path: Path, offset: int, length: int) -> StoredItem:
+def locate_item(descriptor: int, where: str, offset: int, length: int, expected: TensorInfo) -> StoredItem:
     """Find the bytes of a stored tensor.
 
     Args:
         descriptor: The file, open for reading.
-        path: Its path, for messages.
+        where: Names the file and the tensor, for messages.
         offset: Where the archive begins.
         length: Its size, in bytes.
+        expected: What the metadata announces.
 
     Returns:
         Where the tensor's bytes are.
 
     Raises:
-        CheckpointError: The archive is damaged, or holds anything but one plain, contiguous tensor; nothing was run.
+        CheckpointError: The archive is damaged, or holds anything but the one plain, contiguous tensor that is
+            expected; nothing was run.
     """
     try:
-        return _locate(descriptor, offset, length)
+        item = _locate(descriptor, offset, length)
     except Exception as error:  # a crafted or damaged archive may raise any type
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}, byte {offset}: refused: {reason}. Nothing was run.") from error
+        raise CheckpointError(f"{where} is refused: {reason}. Nothing was run.") from error
+    if item.info != expected:
+        raise CheckpointError(
+            f"{where} is {list(item.info.shape)} {item.info.dtype} in the file, "
+            f"{list(expected.shape)} {expected.dtype} in .metadata."
+        )
+    return item
 
 
 def read_item(descriptor: int, path: Path, item: StoredItem, region: Region | None = None) -> Tensor:

@@ -94,13 +94,8 @@ class ChunkReader:
         descriptor = self._open(path)
         item = self._items.get(index)
         if item is None:
-            item = locate_item(descriptor, path, info.offset, info.length)
             expected = TensorInfo(tuple(chunk.sizes), self._tensors[name].properties.dtype)
-            if item.info != expected:
-                raise CheckpointError(
-                    f"{path}: '{name}' is {list(item.info.shape)} {item.info.dtype} in the file, "
-                    f"{list(expected.shape)} {expected.dtype} in .metadata."
-                )
+            item = locate_item(descriptor, f"{path}: '{name}'", info.offset, info.length, expected)
             self._items[index] = item
         return read_item(descriptor, path, item, region)
 

@@ -82,6 +82,17 @@ def test_keep_counts_the_newest_steps(tmp_path, keep, kept):
     assert names(tmp_path) == ["latest", *(folder.step_name(number) for number in kept)]
 
 
+def test_a_manifest_is_read_once_and_again_when_it_was_replaced(tmp_path, monkeypatch):
+    read, manifests = [], folder.read_manifest
+    monkeypatch.setattr(folder, "read_manifest", lambda step_dir: read.append(step_dir.name) or manifests(step_dir))
+    for step in (1, 2, 3):
+        folder.delete_old_steps(publish(tmp_path, step, folder.next_publication(tmp_path)), keep=0)
+    assert read == ["step_00000001", "step_00000002", "step_00000003"]
+    publish(tmp_path, 2, folder.next_publication(tmp_path))
+    assert folder.next_publication(tmp_path) == 5
+    assert read[3:] == ["step_00000002"]
+
+
 def test_step_that_latest_names_is_never_deleted(tmp_path):
     named = publish(tmp_path, 1, 1)
     publish(tmp_path, 2, 2, latest=False)

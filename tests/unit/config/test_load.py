@@ -137,6 +137,7 @@ def test_composing_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("optim.lr=${nope}", "optim.lr=${nope}: cannot be resolved (Interpolation key 'nope' not found)"),
         ("run.dir=${oc.env:SURELY_NOT_SET}", "Environment variable 'SURELY_NOT_SET' not found"),
         ("optim.lr=???", "optim.lr=??? must be set"),
+        ("model.num_layers=02", "model.num_layers=02 must be a whole number. Write 2."),
         ("optim=3", "optim=3 must be a section with keys"),
         ("~optim.eps", "cannot be composed (Could not delete from config. 'optim.eps' does not exist.)"),
     ],

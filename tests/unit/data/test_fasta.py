@@ -1,5 +1,8 @@
+import bz2
 import gzip
+import lzma
 import os
+import threading
 import zlib
 
 import numpy as np
@@ -37,11 +40,35 @@ def test_records_are_read_in_file_order_across_line_breaks(tmp_path):
     assert (sequences.num_records, sequences.num_bases) == (2, 10)
 
 
-@pytest.mark.parametrize("name", ["x.fa.gz", "named_without_suffix"])
-def test_gzip_gives_the_same_data_as_plain(tmp_path, name):
+@pytest.mark.parametrize("name", ["x.fa.gz", "named_without_suffix", "x.fa.bz2", "x.fa.zst"])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_what_decompresses_is_chosen_by_content_and_not_by_name(tmp_path, name, compress):
     plain = read_fasta(write(tmp_path, TWO_RECORDS))
-    compressed = read_fasta(str(write(tmp_path, gzip.compress(TWO_RECORDS), name)))
-    assert compressed.fingerprint == plain.fingerprint
+    other = read_fasta(str(write(tmp_path, compress(TWO_RECORDS), name)))
+    assert other.fingerprint == plain.fingerprint
+
+
+def test_a_pipe_is_opened_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(gzip.compress(TWO_RECORDS),), daemon=True)
+    writer.start()
+    assert read_fasta(pipe).num_bases == 10
+    writer.join()
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("latin-1", "caf? one"), ("utf-8", "caf?? one")])
+def test_headers_are_free_text_in_any_encoding(tmp_path, encoding, name):
+    content = ">café one\nACGT\n>two\nGG\n".encode(encoding)
+    sequences = read_fasta(write(tmp_path, content))
+    assert sequences.names == (name, "two")
+    assert NucleotideTokenizer.decode(sequences.tokens) == "ACGTGG"
+
+
+@pytest.mark.parametrize("base", [b"\xff", "é".encode()])
+def test_bytes_that_are_not_ascii_are_no_bases(tmp_path, base):
+    message = error_of(write(tmp_path, ">é\nAC".encode("latin-1") + base + b"T\n"))
+    assert "record 1 ('?') has '?' at base 3 is no nucleotide code" in message
 
 
 def test_tokens_are_read_only(tmp_path):
@@ -81,7 +108,7 @@ def test_text_that_is_not_fasta(tmp_path):
     assert error_of(path) == f"data.path={path}: {expected}"
 
 
-@pytest.mark.parametrize("content", [bytes(200), b"\x93NUMPY\xff\xfe\x00", b">a\nAC\xff\n", ">é\nACGT\n".encode()])
+@pytest.mark.parametrize("content", [bytes(200), b"\x93NUMPY\xff\xfe\x00", ">a\nACGT\n".encode("utf-16")])
 def test_bytes_that_are_not_fasta_text(tmp_path, content):
     assert "not FASTA" in error_of(write(tmp_path, content))
 

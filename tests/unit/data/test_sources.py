@@ -99,7 +99,7 @@ def test_weights_and_paths_are_a_blend(tmp_path: Path):
     a, b = write_tokens(tmp_path, "a", range(100)), write_tokens(tmp_path, "b", range(100, 200))
     data = opened(f"3 {a} 1 {b}.idx", heldout_fraction=0.5, vocab_size=200)
     assert isinstance(data.train, BlendedRows)
-    assert data.train.counts == (7500, 2500)
+    assert data.train.counts == (750_000, 250_000)
     assert [part.path for part in data.train.parts] == [a, b]
     assert len(data.heldout) == 12
     firsts = {int(data.train.materialise(int(row)).tokens[0]) for row in data.train.order(np.arange(100), 0)}
@@ -145,8 +145,8 @@ def test_one_path_is_no_blend(path: str | None):
 
 def test_a_weight_too_small_for_a_block_is_refused(tmp_path: Path):
     a, b = write_tokens(tmp_path, "a", range(100)), write_tokens(tmp_path, "b", range(100, 200))
-    with pytest.raises(ConfigError, match=rf"{b} has less than 1/10000 of the weights"):
-        opened(f"1 {a} 0.00001 {b}")
+    with pytest.raises(ConfigError, match=rf"{b} has less than about 1/1000000 of the weights"):
+        opened(f"1 {a} 1e-7 {b}")
 
 
 def test_an_error_of_a_part_names_its_path(tmp_path: Path):

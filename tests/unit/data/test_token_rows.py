@@ -69,12 +69,31 @@ def test_a_border_after_the_last_input_takes_its_target_away(tmp_path: Path):
     assert row.document_ids.tolist() == [0] * SEQ_LENGTH
 
 
-# Documents begin at 0, 3, 4, 14, 22, 24 and 40 of 45 tokens; the last cut is inside the first document.
-@pytest.mark.parametrize(("fraction", "first_heldout"), [(0.1, 40), (0.13, 24), (0.4, 24), (0.5, 22), (0.98, 1)])
-def test_the_cut_is_where_a_document_begins(prefix: Path, fraction: float, first_heldout: int):
+# Documents begin at 0, 3, 4, 14, 22, 24 and 40 of 45 tokens.
+@pytest.mark.parametrize(
+    ("fraction", "first_heldout"),
+    [
+        (0.1, 40),  # exactly there is 41
+        (0.13, 40),  # 39: the border after it is nearer
+        (0.2, 40),  # 36: 4 of 9 tokens less
+        (0.25, 34),  # either border would change it by more than half
+        (0.4, 24),  # 27
+        (0.5, 22),  # 23: of two borders as near, the first
+        (0.98, 1),  # the nearest border is the beginning
+    ],
+)
+def test_the_cut_is_at_the_nearest_border_that_keeps_the_share(prefix: Path, fraction: float, first_heldout: int):
     train, heldout = rows_of(prefix, fraction=fraction)
     assert (train.start, train.stop) == (0, first_heldout)
     assert (heldout.start, heldout.stop) == (first_heldout, sum(LENGTHS))
+
+
+@pytest.mark.parametrize("lengths", [(100, 9900), (9900, 100), (5000, 5000), (10000,), tuple([10] * 1000)])
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3])
+def test_the_heldout_part_is_never_more_than_half_off(tmp_path: Path, lengths: tuple[int, ...], fraction: float):
+    write_token_files(tmp_path / "text", [[[1] * length] for length in lengths])
+    _, heldout = rows_of(tmp_path / "text", fraction=fraction)
+    assert 0.5 <= (heldout.stop - heldout.start) / (10000 * fraction) <= 1.5
 
 
 def test_heldout_rows_have_tokens_that_training_never_sees(prefix: Path):

@@ -46,6 +46,19 @@ def test_a_box_of_a_file_is_that_of_the_tensor(tmp_path_factory, data: st.DataOb
     assert box.is_contiguous()
 
 
+def test_columns_are_read_in_few_large_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = torch.arange(4096 * 1024, dtype=torch.int16).reshape(4096, 1024)
+    path = tmp_path / "file"
+    path.write_bytes(bytes_of(whole))
+    calls, read = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: calls.append(args) or read(*args))
+    with path.open("rb") as stream:
+        box = read_box(stream.fileno(), path, 0, TensorInfo((4096, 1024), torch.int16), (slice(0, 4096), slice(8, 64)))
+    assert torch.equal(box, whole[:, 8:64])
+    assert len(calls) <= 16
+    assert max(len(view) for _, (view,), _ in calls) <= 2**20
+
+
 def test_a_file_that_ends_early_is_named(tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(bytes(10))

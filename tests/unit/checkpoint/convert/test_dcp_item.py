@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_framework.checkpoint.convert.base import TensorInfo
 from moe_framework.checkpoint.convert.dcp_item import locate_item, read_item
 from moe_framework.errors import CheckpointError
 
@@ -25,10 +26,13 @@ def stored(path: Path, value: Any, *, before: bytes = b"some bytes") -> tuple[in
     return len(before), len(stream.getvalue())
 
 
-def read(path: Path, place: tuple[int, int], region: Any = None) -> Tensor:
+def read(path: Path, place: tuple[int, int], expected: Tensor | None = None, region: Any = None) -> Tensor:
+    """Read what is stored; `expected` is a tensor of the announced shape and dtype."""
+    expected = torch.zeros(3, 4) if expected is None else expected
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return read_item(descriptor, path, locate_item(descriptor, path, *place), region)
+        item = locate_item(descriptor, f"{path}: 'w'", *place, TensorInfo(tuple(expected.shape), expected.dtype))
+        return read_item(descriptor, path, item, region)
     finally:
         os.close(descriptor)
 
@@ -37,7 +41,7 @@ def read(path: Path, place: tuple[int, int], region: Any = None) -> Tensor:
 def test_the_values_are_those_that_were_saved(tmp_path: Path, dtype: torch.dtype):
     value = (torch.randn(5, 7) * 3).to(dtype)
     place = stored(tmp_path / "x", value)
-    found = read(tmp_path / "x", place)
+    found = read(tmp_path / "x", place, value)
     assert found.dtype == dtype
     assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
 
@@ -45,13 +49,19 @@ def test_the_values_are_those_that_were_saved(tmp_path: Path, dtype: torch.dtype
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 1, 3)])
 def test_any_shape_is_read(tmp_path: Path, shape: tuple[int, ...]):
     value = torch.randn(shape)
-    assert torch.equal(read(tmp_path / "x", stored(tmp_path / "x", value)), value)
+    assert torch.equal(read(tmp_path / "x", stored(tmp_path / "x", value), value), value)
 
 
 def test_a_box_and_a_view_into_a_larger_storage_are_read(tmp_path: Path):
     value = torch.randn(10, 6)[2:8]
     place = stored(tmp_path / "x", value)
-    assert torch.equal(read(tmp_path / "x", place, (slice(1, 4), slice(2, 5))), value[1:4, 2:5])
+    assert torch.equal(read(tmp_path / "x", place, value, (slice(1, 4), slice(2, 5))), value[1:4, 2:5])
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4, 3), torch.zeros(3, 4, dtype=torch.float64)])
+def test_a_tensor_other_than_the_announced_is_refused_by_name(tmp_path: Path, other: Tensor):
+    with pytest.raises(CheckpointError, match=r"x: 'w' is \[3, 4\] torch.float32 in the file, .* in .metadata"):
+        read(tmp_path / "x", stored(tmp_path / "x", torch.randn(3, 4)), other)
 
 
 def test_a_chunk_that_does_not_lie_row_major_is_refused(tmp_path: Path):
@@ -71,7 +81,7 @@ class Crafted:
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, where: str):
     crafted = Crafted(tmp_path / "ran")
     value = crafted if where == "instead" else [torch.randn(3), crafted]
-    with pytest.raises(CheckpointError, match=r"refused: it wants __builtin__\.getattr.*Nothing was run"):
+    with pytest.raises(CheckpointError, match=r"x: 'w' is refused: it wants __builtin__\.getattr.*Nothing was run"):
         read(tmp_path / "x", stored(tmp_path / "x", value))
     assert not (tmp_path / "ran").exists()
 
