@@ -5,7 +5,7 @@
 #
 #   docker build -t moe_framework .
 #   docker run --gpus all --ipc=host --ulimit memlock=-1 moe_framework \
-#       torchrun --nproc_per_node=8 train_fsdp2_ep.py --config-name L0_sanity device=cuda
+#       torchrun --nproc_per_node=8 train_fsdp2_ep.py --config-name L0_sanity device=cuda train.global_batch_size=32
 
 FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 

@@ -4,6 +4,7 @@ python tools/convert_checkpoint.py --from hf --to dcp SRC DST --verify
 """
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -204,4 +205,9 @@ def _print_left_out(plan: "Plan") -> None:
 if __name__ == "__main__":
     # Started as a file, Python looks for modules in tools/ and not in the repository's root.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == INTERRUPTED_EXIT_CODE:
+        # Threads may still be inside torch, whose end aborts the interpreter's now and then.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -255,6 +255,12 @@ def checkpoint_violations(config: Config) -> Iterator[str]:
             f"checkpoint.init_from={init_from} starts a new run, and checkpoint.resume={resume} continues one. "
             f"Give only one of them."
         )
+    vocab = config.model.vocab_size
+    if init_from is not None and config.data.path is None and vocab != NUCLEOTIDE_VOCAB_SIZE:
+        yield (
+            f"checkpoint.init_from={init_from}: data.path=null would train this model of model.vocab_size={vocab} on "
+            "the E. coli genome of the demo. Set data.path."
+        )
 
 
 def _mode_violations(config: Config, capability: Capability | None, where: str) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """Opens what `data.path` names: a FASTA file, token files, or several of either with their shares."""
 
 import hashlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe_framework.data.blend import BLOCK, BlendedRows, counts_of
 from moe_framework.data.fasta import Sequences, read_fasta
@@ -159,6 +161,7 @@ def _open_tokens(prefix: str, cut: Cut) -> Data:
             ]
         )
     tokens = read_indexed(prefix)
+    _check_vocabulary(prefix, cut.vocab_size)
     train, heldout = split_tokens(
         tokens,
         cut.heldout_fraction,
@@ -175,6 +178,19 @@ def _open_tokens(prefix: str, cut: Cut) -> Data:
                 "data.heldout_fraction, shorten the rows, or give more tokens."
             )
     return Data(train, heldout, tokens.fingerprint, None, cut.vocab_size)
+
+
+def _check_vocabulary(prefix: str, vocab_size: int) -> None:
+    """Refuse a model that is too small for the tokenizer before it trains, where the files say what made them."""
+    try:
+        needed = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # Megatron's tools write no such file: a token that is too large is refused when it is read
+    if isinstance(needed, int) and needed > vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} must be at least {needed}, the vocabulary of the tokenizer that made "
+            f"{prefix} ({prefix}.json). Set model.vocab_size={needed}, or more."
+        )
 
 
 def _open_fasta(path: str | None, cut: Cut) -> Data:

@@ -1,5 +1,6 @@
 """The objects of a run, made from its config; the model is made in `model.py`."""
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from moe_framework.errors import CheckpointError, DataError
 from moe_framework.model.decoder import Decoder
 from moe_framework.optim.adamw import AdamW, build_adamw
 from moe_framework.train.model import build_model, choose_backend
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -184,4 +187,14 @@ def _open_same_data(config: Config) -> Data:
             f"data.path={config.data.path}: rank {', '.join(map(str, others))} read other sequences than rank 0. "
             "Give every host the same files."
         )
+    batch, steps = config.train.global_batch_size, config.train.max_steps
+    logger.info(
+        "data: %s, %s rows of %d to train on (%.3g epochs in %s steps), %s held out",
+        data.train.path,
+        f"{len(data.train):,}",
+        config.data.seq_length,
+        batch * steps / len(data.train),
+        f"{steps:,}",
+        f"{len(data.heldout):,}",
+    )
     return data

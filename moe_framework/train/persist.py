@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # Do not enter the computation of a model that is already initialised.
 _INITIAL_ONLY = ("init_std", "max_positions")
 # A new run may go on with others on purpose, such as a longer context; a converted model's are its own.
-_RETUNABLE = ("rope_theta", "norm_eps", "top_k")
+_ALTERABLE = ("rope_theta", "norm_eps", "top_k")
 
 
 class Position(NamedTuple):
@@ -75,13 +75,13 @@ class _Weights(NamedTuple):
         path: Their folder; of a folder of checkpoints, the newest one.
         has_manifest: Whether it is a step of ours.
         castless: Whether it is one that the store can load, which never casts; a converted step may be in bf16.
-        retuned: What the model computes otherwise than the run that saved them.
+        altered: What the model computes otherwise than the run that saved them.
     """
 
     path: Path
     has_manifest: bool
     castless: bool
-    retuned: tuple[str, ...] = ()
+    altered: tuple[str, ...] = ()
 
 
 def save(training: Training, position: Position) -> None:
@@ -126,10 +126,13 @@ def resume(training: Training) -> Resumed:
     Collective: the world; every rank must call.
     """
     step_dir = _step_to_resume(training)
+    init_from = training.config.checkpoint.init_from
     if step_dir is not None:
+        if init_from is not None:
+            logger.info("checkpoint.init_from=%s is not read: the run continues from %s", init_from, step_dir)
         return _load(training, step_dir)
-    if training.config.checkpoint.init_from is not None:
-        _load_weights(training, Path(training.config.checkpoint.init_from))
+    if init_from is not None:
+        _load_weights(training, Path(init_from))
     return Resumed(Position(), {})
 
 
@@ -191,8 +194,8 @@ def _load_weights(training: Training, path: Path) -> None:
         source = together(lambda: _open_weights(found.path, training, tensors))
         together(lambda: fill_tensors(source, _own_names(tensors)))
     logger.info("initial weights from %s", found.path)
-    if found.retuned and training.runtime.is_main:
-        logger.warning("THE MODEL IS NOT THE ONE THAT WAS SAVED: %s", "; ".join(found.retuned))
+    if found.altered and training.runtime.is_main:
+        logger.warning("THE MODEL IS NOT THE ONE THAT WAS SAVED: %s", "; ".join(found.altered))
 
 
 def _find_weights(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> _Weights:
@@ -202,15 +205,15 @@ def _find_weights(path: Path, training: Training, tensors: Mapping[str, Tensor])
     step_dir = path if is_complete(path) else newest_step(path) or path
     manifest = read_manifest(step_dir)
     sizes, wanted = sizes_of_state(manifest.state, str(step_dir)), _sizes(training)
-    may_differ = () if "conversion" in manifest.state else _RETUNABLE
+    may_differ = () if "conversion" in manifest.state else _ALTERABLE
     _check_sizes({key: value for key, value in sizes.items() if key not in may_differ}, training, step_dir)
-    retuned = [f"model.{key} was {sizes[key]}, now {wanted[key]}" for key in may_differ if sizes[key] != wanted[key]]
+    altered = [f"model.{key} was {sizes[key]}, now {wanted[key]}" for key in may_differ if sizes[key] != wanted[key]]
     pairs = [(manifest.tensors[name], name, tensor) for name, tensor in tensors.items() if name in manifest.tensors]
     casts = any(
         saved.shape == tuple(stored_shape(name, tensor)) and saved.dtype != dtype_name(tensor.dtype)
         for saved, name, tensor in pairs
     )
-    return _Weights(step_dir, has_manifest=True, castless=not casts, retuned=tuple(retuned))
+    return _Weights(step_dir, has_manifest=True, castless=not casts, altered=tuple(altered))
 
 
 def _check_files(step_dir: Path) -> Manifest:
@@ -284,8 +287,13 @@ def _check_same_run(step_dir: Path, state: dict[str, Any], training: Training) -
     current = _model_identity(dataclasses.asdict(training.config.model)) | _data_identity(training)
     # Checkpoints of before there were token files lack their key.
     saved = _model_identity(state["config"]["model"]) | {"data.separate_documents": True} | state["data"]
+    keys = [key for key, value in current.items() if saved.get(key) != value]
+    # Of the data the content is compared, and its name is what a person knows.
+    shown = {"data.path": (state["config"]["data"]["path"], training.config.data.path)}
+    pairs = {key: shown.get(key, (saved.get(key), current[key])) for key in keys}
     different = [
-        f"{key} was {saved.get(key)!r}, now {value!r}" for key, value in current.items() if saved.get(key) != value
+        f"{key} was {before!r}, now {now!r}" + (", which holds other data" if key in shown else "")
+        for key, (before, now) in pairs.items()
     ]
     if different:
         raise CheckpointError(

@@ -77,7 +77,10 @@ def test_other_sequences_are_refused(ranks: RankPool, trained: Path, tmp_path: P
     before = content(trained)
     other = write_genome(tmp_path / "other.fa", seed=1)
     error = refusal(ranks, arguments(trained, EP2, f"data.path={other}", max_steps=6))
-    assert re.search(r"step_00000006: .* configuration: data\.path was '[0-9a-f]{64}', now '[0-9a-f]{64}'", error)
+    was, now = re.escape(f"{trained}/genome.fa"), re.escape(str(other))
+    assert re.search(
+        rf"step_00000006: .* configuration: data\.path was '{was}', now '{now}', which holds other data\.", error
+    )
     assert content(trained) == before
 
 

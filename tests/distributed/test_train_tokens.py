@@ -39,7 +39,7 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "run/summary.json").read_text())
 
 
-@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("separate", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_that_changes_its_layout_goes_on_with_the_same_rows_and_losses(
     ranks: RankPool, tmp_path: Path, blend: str, separate: bool
 ):

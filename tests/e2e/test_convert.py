@@ -108,7 +108,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path):
     _, text = process.communicate(timeout=60)
     if process.returncode == 0:
         pytest.skip("the conversion was faster than the signal")
-    assert process.returncode == 130
+    assert process.returncode == 130, text
     assert text.splitlines()[-1] == "Interrupted: nothing was left behind."
     assert sorted(os.listdir(tmp_path)) == ["hf"]
 

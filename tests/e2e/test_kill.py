@@ -44,10 +44,6 @@ def complete_step_after(kill: Kill) -> int:
     return kill.saving if kill.published else kill.saving - EVERY
 
 
-def test_killed_during_a_background_save_the_run_equals_the_whole_one(ranks: RankPool, tmp_path: Path):
-    killed_run_equals_the_whole_one(ranks, tmp_path, num_kills=1)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_twenty_times_the_run_equals_the_whole_one(ranks: RankPool, tmp_path: Path):

@@ -33,6 +33,7 @@ def last_start(folder: Path) -> dict:
     return json.loads((folder / "run/run.json").read_text())["starts"][-1]
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_saves_and_ends_and_a_second_signal_ends_at_once(tmp_path: Path):
     start = arguments(tmp_path, *EP2, max_steps=100_000, every=0)
     with started(torchrun(2, start), tmp_path / "first.log") as command:

@@ -171,6 +171,11 @@ RULES = [
     # checkpoint
     ("checkpoint.resume=latest", "checkpoint.resume=latest must be auto, never, or the path of a step folder."),
     (
+        "checkpoint.init_from=/b model.vocab_size=9",
+        "checkpoint.init_from=/b: data.path=null would train this model of model.vocab_size=9 on the E. coli genome of "
+        "the demo. Set data.path.",
+    ),
+    (
         "checkpoint.resume=/a checkpoint.init_from=/b",
         "checkpoint.init_from=/b starts a new run, and checkpoint.resume=/a continues one. Give only one of them.",
     ),
@@ -216,6 +221,7 @@ def test_run_name_that_is_no_plain_folder_is_refused(name: str):
         "data.seq_length=1024 data.stride=1023",
         "data.prefetch=0 eval.every=0 checkpoint.every=0 checkpoint.keep=0 optim.clip_norm=0",
         "checkpoint.init_from=/b",
+        "checkpoint.init_from=/b model.vocab_size=9 data.path=/c",
         "checkpoint.resume=/a",
         "dispatcher.backend=all_to_all experts.backend=loop model.intermediate_size=130",
         "dispatcher.backend=local parallel.ep=1",

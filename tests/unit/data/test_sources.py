@@ -160,3 +160,18 @@ def test_the_files_that_a_path_names_are_those_that_are_opened(tmp_path: Path):
     assert files_of(a) == files_of(f"{a}.idx") == [f"{a}.bin", f"{a}.idx"]
     assert files_of(f"1 {a} 2 {tmp_path}/x.fa") == [f"{a}.bin", f"{a}.idx", f"{tmp_path}/x.fa"]
     assert files_of("/no/such") == ["/no/such"]
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_before_training(tmp_path: Path):
+    path = write_tokens(tmp_path, "text", range(40))
+    (tmp_path / "text.json").write_text('{"vocab_size": 50}')
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=49 must be at least 50, .*Set model\.vocab_size=50"):
+        opened(path, vocab_size=49)
+    assert len(opened(path, vocab_size=50).train) > 0
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"vocab_size": "many"}'])
+def test_a_description_of_something_else_says_nothing(tmp_path: Path, content: str):
+    path = write_tokens(tmp_path, "text", range(40))
+    (tmp_path / "text.json").write_text(content)
+    assert len(opened(path, vocab_size=40).train) > 0
