@@ -74,6 +74,23 @@ def test_each_part_goes_through_epochs_of_its_own():
         assert set(times.tolist()) <= {drawn // length, drawn // length + 1}
 
 
+def test_the_samples_of_a_part_are_counted_from_0_without_a_gap():
+    asked: list[np.ndarray] = []
+
+    class Recording(Numbered):
+        def order(self, samples: np.ndarray, seed: int) -> np.ndarray:
+            asked.append(samples)
+            return super().order(samples, seed)
+
+    rows = BlendedRows((Recording("/0", 7), Numbered("/1", 9)), counts_of((0.25, 0.75)))
+    for block in range(2):
+        rows.order(np.arange(block * BLOCK, (block + 1) * BLOCK), 3)
+    assert [(numbers.min(), numbers.max(), len(np.unique(numbers))) for numbers in asked] == [
+        (0, 249_999, 250_000),
+        (250_000, 499_999, 250_000),
+    ]
+
+
 def test_a_sample_is_the_same_whatever_is_asked_beside_it():
     rows = blend(0.5, 0.3, 0.2)
     samples = np.arange(BLOCK - 50, BLOCK + 50)

@@ -79,6 +79,8 @@ def test_fingerprints_differ_with_tokens_borders_and_type_and_not_with_the_place
         "first": (DOCUMENTS, "uint16"),
         "token": ([[[1, 2, 3], [4]], [[5, 6]], [[7, 8, 9, 11]]], "uint16"),
         "border": ([[[1, 2, 3], [4], [5, 6]], [[7, 8, 9, 10]]], "uint16"),
+        "other border": ([[[1, 2, 3], [4]], [[5]], [[6, 7, 8, 9, 10]]], "uint16"),
+        "sequence of another document": ([[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9, 10]]], "uint16"),
         "type": (DOCUMENTS, "int32"),
     }
     found = {}
