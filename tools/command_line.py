@@ -1,9 +1,12 @@
-"""What the commands share: a type of arguments, and how an error of the user is shown. Free of torch."""
+"""What the commands share: a type of arguments, how an error of the user is shown, and Ctrl-C. Free of torch."""
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from moe_framework.errors import ExitCode, MoeFrameworkError
+
+INTERRUPTED_EXIT_CODE = 130
 
 
 def positive(text: str) -> int:
@@ -26,3 +29,22 @@ def show_error(error: MoeFrameworkError) -> int:
     for line in str(error).splitlines():
         print(f"{type(error).__name__}: {line}", file=sys.stderr)
     return ExitCode.USER_ERROR
+
+
+def exit_code_of(action: Callable[[], None]) -> int:
+    """Do the work of a command that leaves nothing behind when it is interrupted.
+
+    Args:
+        action: The work.
+
+    Returns:
+        The exit code: 0, 2 for an error that the user can correct, which is shown, 130 after Ctrl-C.
+    """
+    try:
+        action()
+    except MoeFrameworkError as error:
+        return show_error(error)
+    except KeyboardInterrupt:
+        print("Interrupted: nothing was left behind.", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    return 0

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moe_framework.checkpoint.convert.plan import Plan, Request
 
-INTERRUPTED_EXIT_CODE = 130
 _FORMATS = ("hf", "dcp", "megatron")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -32,18 +31,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: The command line cannot be parsed, or asks for help.
     """
-    from moe_framework.errors import MoeFrameworkError
-    from tools.command_line import show_error
+    from tools.command_line import exit_code_of
 
     arguments = build_parser().parse_args(argv)
-    try:
-        run(arguments)
-    except MoeFrameworkError as error:
-        return show_error(error)
-    except KeyboardInterrupt:
-        print("Interrupted: nothing was left behind.", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
-    return 0
+    return exit_code_of(lambda: run(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -205,6 +196,8 @@ def _print_left_out(plan: "Plan") -> None:
 if __name__ == "__main__":
     # Started as a file, Python looks for modules in tools/ and not in the repository's root.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tools.command_line import INTERRUPTED_EXIT_CODE
+
     code = main(sys.argv[1:])
     if code == INTERRUPTED_EXIT_CODE:
         # Threads may still be inside torch, whose end aborts the interpreter's now and then.

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-INTERRUPTED_EXIT_CODE = 130
-
 
 def main(argv: Sequence[str]) -> int:
     """Make one pair of token files.
@@ -23,24 +21,20 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: The command line cannot be parsed, or asks for help.
     """
-    from moe_framework.errors import MoeFrameworkError
-    from tools.command_line import show_error
+    from tools.command_line import exit_code_of
     from tools.preparation import report
     from tools.preparation.prepare import Request, prepare
 
     arguments = vars(build_parser().parse_args(argv))
     json_file = arguments.pop("json")
-    try:
+
+    def run() -> None:
         prepared = prepare(Request(**arguments))
         print(report.to_text(prepared))
         if json_file is not None:
             report.write_json(prepared, json_file)
-    except MoeFrameworkError as error:
-        return show_error(error)
-    except KeyboardInterrupt:
-        print("Interrupted: nothing was left behind.", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
-    return 0
+
+    return exit_code_of(run)
 
 
 def build_parser() -> argparse.ArgumentParser:

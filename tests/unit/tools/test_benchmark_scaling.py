@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_framework.errors import ConfigError
-from tests.unit.tools.test_benchmark_train_step_options import CONFIGS
+from tests.unit.tools.test_benchmark_train_step_options import CONFIGS, MEASUREMENT
 from tools import benchmark
 from tools.benchmarks.scaling import report, run
 from tools.benchmarks.scaling.points import points_of, read_results
@@ -20,23 +20,7 @@ DP = Growth("dp", experts_per_rank=4)
 
 
 def planned(*overrides: str, ranks: tuple[int, ...] = (1, 2), growth: Growth = EP) -> list[Options]:
-    return plan(
-        "L0_sanity",
-        overrides,
-        (CONFIGS, None),
-        ranks,
-        growth,
-        device="cpu",
-        peers=[],
-        ours=None,
-        compile_model=None,
-        peer_clipping=False,
-        breakdown=True,
-        warmup=1,
-        repetitions=2,
-        seed=0,
-        partial_file=None,
-    )
+    return plan("L0_sanity", overrides, (CONFIGS, None), ranks, growth, **(MEASUREMENT | {"peers": []}))
 
 
 def result(ranks: int, rate: float | None, *, exchange: tuple[float, float] | None = None) -> dict[str, Any]:

@@ -12,24 +12,24 @@ from tools.benchmarks.train_step.options import Options, resolve
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
+# What `resolve` takes beside a configuration and the number of ranks.
+MEASUREMENT: dict[str, Any] = {
+    "device": "cpu",
+    "peers": ["hf_eager"],
+    "ours": None,
+    "compile_model": None,
+    "peer_clipping": False,
+    "breakdown": False,
+    "warmup": 1,
+    "repetitions": 2,
+    "seed": 0,
+    "partial_file": None,
+}
+
+
 def resolved(**changes: Any) -> Options:
-    arguments: dict[str, Any] = {
-        "config_name": "L0_sanity",
-        "overrides": [],
-        "config_dirs": (CONFIGS, None),
-        "num_ranks": 2,
-        "device": "cpu",
-        "peers": ["hf_eager"],
-        "ours": None,
-        "compile_model": None,
-        "peer_clipping": False,
-        "breakdown": False,
-        "warmup": 1,
-        "repetitions": 2,
-        "seed": 0,
-        "partial_file": None,
-    }
-    return resolve(**(arguments | changes))
+    config = {"config_name": "L0_sanity", "overrides": [], "config_dirs": (CONFIGS, None), "num_ranks": 2}
+    return resolve(**(config | MEASUREMENT | changes))
 
 
 def test_peers_come_first_and_ours_in_the_order_of_the_modes():

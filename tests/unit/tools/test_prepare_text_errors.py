@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("tokenizers", reason="needs the hf extra")
 
 from tests.unit.tools.text_files import documents_of, make_tokenizer, outputs, run, write_jsonl
+from tools.command_line import INTERRUPTED_EXIT_CODE
 from tools.preparation import documents, prepare
 from tools.preparation.tokenizer import TextTokenizer
-from tools.prepare_text import INTERRUPTED_EXIT_CODE, main
+from tools.prepare_text import main
 
 GOOD = b'{"text": "good"}\n'
 

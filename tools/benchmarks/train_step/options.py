@@ -108,12 +108,7 @@ def resolve(
     world_size = launch.world_size if launch.launched else num_ranks
     config = load_config(config_name, overrides, *config_dirs)
     modes = tuple(ours) if ours is not None else (config.precision.mode,)
-    if not modes and not peers:
-        raise ConfigError("--peers and --ours are both empty. Name at least one contender.")
-    if published and BASE not in peers:
-        raise ConfigError(f"--published has ratios to {BASE}, which must run beside them. Add it to --peers.")
-    if unknown := [mode for mode in modes if mode not in (*MODES, AUTO8)]:
-        raise ConfigError([f"--ours={mode} must be one of {', '.join((*MODES, AUTO8))}." for mode in unknown])
+    _check_contenders(peers, modes, published)
     if compile_model is not None:
         config = replace(config, train=replace(config.train, compile=compile_model))
     config = replace(_one_micro_batch(config, world_size), device=device)  # pyright: ignore
@@ -135,6 +130,15 @@ def resolve(
         seed=seed,
         partial_file=partial_file,
     )
+
+
+def _check_contenders(peers: Sequence[str], modes: Sequence[str], published: Sequence[tuple[str, float]]) -> None:
+    if not modes and not peers:
+        raise ConfigError("--peers and --ours are both empty. Name at least one contender.")
+    if published and BASE not in peers:
+        raise ConfigError(f"--published has ratios to {BASE}, which must run beside them. Add it to --peers.")
+    if unknown := [mode for mode in modes if mode not in (*MODES, AUTO8)]:
+        raise ConfigError([f"--ours={mode} must be one of {', '.join((*MODES, AUTO8))}." for mode in unknown])
 
 
 def _valid(config: Config, mode: str, world_size: int, local_world_size: int) -> Config:
