@@ -9,7 +9,7 @@ from typing import Any
 from moe_framework.errors import ConfigError
 from tools.parity.plan import Plan
 from tools.parity.rows import Row
-from tools.parity.tolerances import LARGEST_MOVE, MOVE_SAFETY, NUM_MOVES, SAFETY, Tolerances
+from tools.parity.tolerances import LARGEST_MOVE, MEASURED_SAFETY, MOVE_SAFETY, NUM_MOVES, Tolerances
 
 # A fault can put every tensor of a model beyond the flat tolerance.
 MOVES_SHOWN = 8
@@ -130,7 +130,7 @@ def _lines(report: Report) -> Iterator[str]:
         f"{tolerances.square:.1e}, gap of a choice {tolerances.routing:.1e}"
     )
     if tolerances.measured:
-        yield f"and at least {SAFETY:g} times the reference's own distance from one rank in fp32"
+        yield f"and at least {MEASURED_SAFETY:.2g} times the reference's own distance from one rank in fp32"
     if any(layout.moves for layout in report.layouts):
         yield (
             f"and, for tensors and norms beyond that, {MOVE_SAFETY:g} times the farthest that the reference went from "

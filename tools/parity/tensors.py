@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,12 +22,14 @@ class Difference(NamedTuple):
         factor: The f for which f·b is nearest to a; 1 where b is zero.
         scaled: ‖a − f·b‖/‖a‖: what a factor does not explain.
         rms: Root mean square of b.
+        norm: ‖b‖.
     """
 
     relative: float
     factor: float
     scaled: float
     rms: float
+    norm: float = 0.0
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -71,7 +73,14 @@ def compare(actual: Tensor, expected: Tensor) -> Difference:
     norm_a, norm_b = a.norm().item(), b.norm().item()
     factor = (a @ b).item() / norm_b**2 if norm_b else 1.0
     scaled = (a - factor * b).norm().item() / (norm_a or 1.0)
-    return Difference((a - b).norm().item() / (norm_b or 1.0), factor, scaled, norm_b / math.sqrt(max(b.numel(), 1)))
+    rms = norm_b / math.sqrt(max(b.numel(), 1))
+    return Difference((a - b).norm().item() / (norm_b or 1.0), factor, scaled, rms, norm_b)
+
+
+def together(differences: Iterable[Difference]) -> float:
+    """Return ‖a − b‖/‖b‖ of all tensors as one; 0 where b is zero."""
+    far, norms = zip(*((d.relative * d.norm, d.norm) for d in differences), strict=True)
+    return math.hypot(*far) / (math.hypot(*norms) or 1.0)
 
 
 def compare_all(tensors: Iterator[tuple[str, Tensor]], expected: Mapping[str, Tensor]) -> dict[str, Difference]:

@@ -6,8 +6,9 @@ root mean square. Independent roundings add as squares: a token passes 2L residu
 many backward, so whole tensors differ by about u/√3 · √(4L), of which SAFETY times is allowed.
 
 A tensor whose terms cancel, such as a norm's gradient, is rounded more than that, and so is all that quantized products
-reach. So the reference is run once more in fp32, with the same choices of experts, and a layout may be SAFETY times as
-far from the reference as that run is: both are off the exact result by as much as rounding moves it.
+reach. So the reference is run once more in fp32, with the same choices of experts. Layout and reference are both off
+that run by as much as rounding moves them, independently: they differ by √2 times that distance, of which SAFETY times
+is allowed. The norm of the gradient may differ by as much as the whole gradient.
 
 In fp32 a flat 1e-5 is allowed, some hundred roundings of 6e-8: it covers the sums over tokens too. On some inputs that
 is not enough for a tensor that is a small difference of large terms, as gradients of a tied head and of norms of heads
@@ -28,6 +29,7 @@ from moe_framework.precision.modes import compute_format
 
 FP32 = 1e-5
 SAFETY = 2.0
+MEASURED_SAFETY = SAFETY * math.sqrt(2)
 # Bits of the significand, the hidden one included. What is coarser than bf16 is measured.
 SIGNIFICAND = {"fp32": 24, "bf16": 8}
 # Half of a tensor is no rounding of any format, whatever was measured.
@@ -89,7 +91,7 @@ class Tolerances:
         }.get(kind, self.tensor)
         measured = self.measured.get(kind, {}).get(name, 0.0)
         # A reference that is not finite, or nowhere near fp32, allows nothing.
-        of_format = min(SAFETY * measured, LARGEST) if math.isfinite(measured) else 0.0
+        of_format = min(MEASURED_SAFETY * measured, LARGEST) if math.isfinite(measured) else 0.0
         return max(derived, of_format, move_bound(self.moved.get(kind, {}).get(name, 0.0)))
 
     def parameter(self, rms: float) -> float:

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from tests.unit.tools.parity_findings import NAMES, TOLERANCES, figures, findings, reference
+from tests.unit.tools.parity_findings import NAMES, OFF, TOLERANCES, figures, findings, reference
 from tools.parity.comparison import Findings
 from tools.parity.probe import GateProbe
 from tools.parity.routing import Differences, Place
-from tools.parity.rows import KINDS, Row, first_tensor, kind_of, rows_of
+from tools.parity.rows import KINDS, Row, first_tensor, kind_of, measured_rounding, rows_of
 from tools.parity.training import Figures
 
 
@@ -112,3 +112,11 @@ def test_a_choice_beyond_rounding_fails_and_one_within_does_not():
 )
 def test_what_else_can_differ_has_its_row(changes: dict, quantity: str):
     assert [row.quantity for row in failing(findings(**changes))] == [quantity]
+
+
+def test_the_gradients_norm_may_be_as_far_off_as_the_gradient_is_from_fp32():
+    exact = findings("lm_head.weight", difference=OFF._replace(relative=0.3, norm=5.0))
+    measured = measured_rounding(exact, reference())
+    assert measured["scalars"]["grad_norm step 1"] == pytest.approx(0.3)
+    assert measured["scalars"]["loss step 1"] == 0.0
+    assert measured["gradients"]["lm_head.weight"] == 0.3

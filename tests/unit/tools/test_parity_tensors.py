@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tools.parity.tensors import compare, replica_digests, swapped, unequal_replicas, whole
+from tools.parity.tensors import compare, replica_digests, swapped, together, unequal_replicas, whole
 
 
 def test_equal_tensors_do_not_differ():
@@ -48,3 +48,11 @@ def test_copies_are_compared_bit_by_bit_and_parts_are_not_copies():
     assert unequal_replicas([first, same, other]) == (["w"], 2)
     digest = next(iter(first.values()))
     assert unequal_replicas([{("w", ("a",)): digest}, {("w", ("b",)): "another"}]) == ([], 0)
+
+
+def test_tensors_together_differ_as_one():
+    a, b = torch.randn(40), torch.randn(3)
+    other_a, other_b = a + 0.1 * torch.randn(40), b - 1.0
+    both = together([compare(other_a, a), compare(other_b, b)])
+    assert both == pytest.approx(compare(torch.cat((other_a, other_b)), torch.cat((a, b))).relative, rel=1e-6)
+    assert together([compare(torch.zeros(3), torch.zeros(3))]) == 0.0
