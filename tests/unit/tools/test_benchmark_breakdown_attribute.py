@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tools.benchmarks.breakdown import ranges
-from tools.benchmarks.breakdown.attribute import UNATTRIBUTED, Piece, device_pieces, host_pieces, share_out
+from tools.benchmarks.breakdown.attribute import END, UNATTRIBUTED, Piece, device_pieces, host_pieces, share_out
 from tools.benchmarks.breakdown.trace import parse_trace
 
 MAIN, ENGINE = 100, 200
@@ -169,5 +169,11 @@ def test_every_moment_is_given_once(pieces: list[Piece], parts: dict[str, float]
     found, nothing = share_out(pieces, 0, 100)
     assert {whose.part: time for whose, time in found.items()} == parts
     assert {whose.part for whose in found if whose.is_communication} == {"c"} & parts.keys()
-    assert nothing == idle
-    assert sum(found.values()) + nothing == 100
+    assert sum(nothing.values()) == idle
+    assert sum(found.values()) + sum(nothing.values()) == 100
+
+
+def test_idle_time_is_known_by_what_came_next():
+    pieces = [piece(10, 30, "a"), piece(40, 50, "b"), piece(45, 60, "a"), piece(90, 95, "b")]
+    _, idle = share_out(pieces, 0, 100)
+    assert idle == {("a", "kernel"): 10, ("b", "kernel"): 10 + 30, END: 5}

@@ -45,6 +45,7 @@ def test_every_part_has_time_and_with_the_idle_time_they_are_the_step(found: Bre
     assert set(ranges.PARTS) - {ranges.EXCHANGE} <= names
     assert sum(part.seconds for part in found.parts) + found.idle_seconds == pytest.approx(found.step_seconds)
     assert sum(part.share for part in found.parts) == pytest.approx(1 - found.idle_seconds / found.step_seconds)
+    assert sum(wait.seconds for wait in found.waits) == pytest.approx(found.idle_seconds)
     unattributed = sum(part.seconds for part in found.parts if part.name == UNATTRIBUTED)
     assert unattributed < 0.2 * found.step_seconds
 
@@ -105,6 +106,8 @@ def test_markdown_ends_its_table_with_the_idle_time_and_the_step(found: Breakdow
     assert "nothing running" in names
     assert names.index("step, profiled") == names.index("nothing running") + 1
     assert "copy 0.01 TB/s" in text
+    longest = found.waits[0]
+    assert f"Nothing ran, per step: {longest.seconds * 1e3:.2f} ms until {longest.name} of {longest.part};" in text
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,13 @@ class Whose(NamedTuple):
     is_communication: bool
 
 
-def share_out(pieces: Iterable[Piece], start: float, end: float) -> tuple[dict[Whose, float], float]:
+# What the device waited for at the end of the whole.
+END = ("", "")
+
+
+def share_out(
+    pieces: Iterable[Piece], start: float, end: float
+) -> tuple[dict[Whose, float], dict[tuple[str, str], float]]:
     """Give every moment to one part, so that the parts and the idle time add up to the whole.
 
     Where pieces overlap, computation counts before communication, and the earlier before the later.
@@ -148,13 +154,14 @@ def share_out(pieces: Iterable[Piece], start: float, end: float) -> tuple[dict[W
         end: Of the whole.
 
     Returns:
-        Microseconds of each part's computation and of its communication that no computation hid, and those in which
-        nothing ran.
+        Microseconds of each part's computation and of its communication that no computation hid; and those in which
+        nothing ran, by the part and the name of the piece that came next, `END` where none did.
     """
     ordered = sorted((p for p in pieces if p.end > start and p.start < end), key=lambda p: p.start)
     totals: dict[Whose, float] = defaultdict(float)
     running: list[tuple[bool, float, int, float, str]] = []
-    at, idle, next_piece = start, 0.0, 0
+    idle: dict[tuple[str, str], float] = defaultdict(float)
+    at, next_piece = start, 0
     while at < end:
         while next_piece < len(ordered) and ordered[next_piece].start <= at:
             piece = ordered[next_piece]
@@ -168,6 +175,7 @@ def share_out(pieces: Iterable[Piece], start: float, end: float) -> tuple[dict[W
             is_communication, _, _, _, part = running[0]
             totals[Whose(part, is_communication)] += min(until, end) - at
         else:
-            idle += min(until, end) - at
+            follows = END if next_piece == len(ordered) else (ordered[next_piece].part, ordered[next_piece].name)
+            idle[follows] += min(until, end) - at
         at = min(until, end)
-    return dict(totals), idle
+    return dict(totals), dict(idle)

@@ -65,6 +65,21 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """How long nothing ran until a kernel came, because the host had not launched it yet.
+
+    Attributes:
+        name: Of the kernel; empty for the end of the steps.
+        part: Whose it is.
+        seconds: Per step.
+    """
+
+    name: str
+    part: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Communication:
     """The collectives of one part; a kernel that waits for a slower rank counts as one that sends.
 
@@ -95,6 +110,7 @@ class Breakdown:
         parts: By time.
         communication: Of the parts that have some, by time; empty on a CPU, where a collective's threads are not seen.
         top_kernels: By time.
+        waits: By time; all together are the idle time.
     """
 
     steps: int
@@ -103,6 +119,7 @@ class Breakdown:
     parts: list[Part]
     communication: list[Communication]
     top_kernels: list[Kernel]
+    waits: list[Wait]
 
 
 def measure_breakdown(
@@ -174,10 +191,13 @@ def summarise(trace: Trace, work: dict[str, Work], ceilings: Ceilings) -> Breakd
     return Breakdown(
         steps=len(steps),
         step_seconds=whole,
-        idle_seconds=idle * to_seconds,
+        idle_seconds=sum(idle.values()) * to_seconds,
         parts=sorted(parts, key=lambda part: -part.seconds),
         communication=sorted(communication, key=lambda part: -part.seconds),
         top_kernels=_top(inside, len(steps)),
+        waits=sorted(
+            (Wait(name, part, time * to_seconds) for (part, name), time in idle.items()), key=lambda wait: -wait.seconds
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from tools.benchmarks.breakdown.measure import Breakdown, Kernel, Part
 from tools.benchmarks.ceilings import Ceilings
 from tools.benchmarks.report import markdown_table
 
-SHORT_NAME, SHORT_LIST = 90, 12
+SHORT_NAME, SHORT_LIST, SHORT_WAITS = 90, 12, 6
 
 
 def breakdown_markdown(name: str, found: Breakdown, ceilings: Ceilings) -> str:
@@ -24,6 +24,7 @@ def breakdown_markdown(name: str, found: Breakdown, ceilings: Ceilings) -> str:
             markdown_table(header, [*map(_row, found.parts), idle, whole]),
             f"Ceilings of this run: {ceilings_text(ceilings)}.",
             *([communication_text(found)] if found.communication else []),
+            *([waits_text(found)] if found.waits else []),
             markdown_table(
                 ["ms/step", "calls/step", "part", "kernel"], [_kernel(k) for k in found.top_kernels[:SHORT_LIST]]
             ),
@@ -49,6 +50,15 @@ def communication_text(found: Breakdown) -> str:
     return f"Communication (its kernels, waits for slower ranks included): {'; '.join(texts)}."
 
 
+def waits_text(found: Breakdown) -> str:
+    """Return what came after the longest times in which nothing ran."""
+    texts = []
+    for wait in found.waits[:SHORT_WAITS]:
+        until = f"{_short(wait.name)} of {wait.part}" if wait.name else "the end of the steps"
+        texts.append(f"{wait.seconds * 1e3:.2f} ms until {until}")
+    return f"Nothing ran, per step: {'; '.join(texts)}."
+
+
 def _time(seconds: float, whole: float) -> list[str]:
     return [f"{seconds * 1e3:.2f}", f"{seconds / whole:.1%}"]
 
@@ -69,5 +79,9 @@ def _row(part: Part) -> list[str]:
 
 
 def _kernel(kernel: Kernel) -> list[str]:
-    name = kernel.name if len(kernel.name) <= SHORT_NAME else kernel.name[: SHORT_NAME - 1] + "…"
-    return [f"{kernel.seconds * 1e3:.2f}", f"{kernel.calls:.1f}", kernel.part, name.replace("|", "\\|")]
+    name = _short(kernel.name).replace("|", "\\|")
+    return [f"{kernel.seconds * 1e3:.2f}", f"{kernel.calls:.1f}", kernel.part, name]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= SHORT_NAME else name[: SHORT_NAME - 1] + "…"
