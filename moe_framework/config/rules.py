@@ -152,8 +152,13 @@ def backend_violations(config: Config) -> Iterator[str]:
             f"dispatcher.backend=local moves no tokens, so it needs parallel.ep=1, not {config.parallel.ep}. "
             f"Use dispatcher.backend=all_to_all or auto."
         )
-    if config.experts.backend == "te" and "cpu" in (config.device, config.hardware.target):
-        yield "experts.backend=te needs a CUDA device. Set experts.backend=auto."
+    if config.experts.backend in ("te", "scaled_mm") and "cpu" in (config.device, config.hardware.target):
+        yield f"experts.backend={config.experts.backend} needs a CUDA device. Set experts.backend=auto."
+    elif config.experts.backend == "scaled_mm" and config.precision.mode not in ("fp8_current", "auto8"):
+        yield (
+            f"experts.backend=scaled_mm computes in fp8_current alone, not precision.mode={config.precision.mode}. "
+            f"Set experts.backend=auto, or precision.mode=fp8_current."
+        )
     if config.experts.backend in ("loop", "grouped_mm", "sequential") and config.precision.mode not in ("fp32", "bf16"):
         yield (
             f"experts.backend={config.experts.backend} computes in bf16, so precision.mode={config.precision.mode} "

@@ -112,12 +112,12 @@ class ExpertsConfig:
 
     Attributes:
         backend: `loop` (one expert after another: the reference), `grouped_mm` (torch's grouped matrix
-            multiplication), `sequential` (one product after another; for a few large experts), `te` (Transformer
-            Engine; CUDA only), or `auto`: the only one that can compute the shapes, or the fastest here; the
-            choice is logged with its reason.
+            multiplication), `sequential` (one product after another; for a few large experts), `scaled_mm`
+            (the same in FP8; CUDA only), `te` (Transformer Engine; CUDA only), or `auto`: the only one that can
+            compute the shapes, or the fastest here; the choice is logged with its reason.
     """
 
-    backend: Literal["auto", "loop", "grouped_mm", "sequential", "te"] = AUTO
+    backend: Literal["auto", "loop", "grouped_mm", "sequential", "scaled_mm", "te"] = AUTO
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import moe_framework.moe.experts.scaled_mm
 import moe_framework.moe.experts.sequential  # noqa: F401  (registers its operators)
 from moe_framework.model.decoder import Decoder
 
@@ -21,6 +22,7 @@ PRODUCTS_AND_EXCHANGES = (
     _aten.addmm.default,
     _aten._grouped_mm.default,
     torch.ops.moe_framework.expert_products.default,
+    torch.ops.moe_framework.scaled_products.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,

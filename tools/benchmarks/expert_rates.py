@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_framework.distributed.runtime import resolve_device
 from moe_framework.errors import ConfigError
-from moe_framework.moe.experts.choose import BACKENDS, ExpertShape, make_backend
+from moe_framework.moe.experts.choose import BACKENDS, SCALED_MM_MODE, ExpertShape, make_backend
 from moe_framework.moe.experts.loop import loop_experts
 from moe_framework.precision.modes import MODES
 from moe_framework.precision.policy import precision_policy
@@ -23,6 +23,7 @@ from tools.benchmarks.timing import Spread, elapsed
 
 CONTENDERS = (
     *(f"{name}:bf16" for name in BACKENDS),
+    f"scaled_mm:{SCALED_MM_MODE}",
     *(f"te:{mode}" for mode in ("bf16", "fp8_current", "fp8_delayed", "fp8_block")),
     *(f"te.ops:{mode}" for mode in ("bf16", "fp8_current", "fp8_delayed")),
     *(f"te.GroupedLinear:{mode}" for mode in ("bf16", "fp8_current", "fp8_block")),
@@ -126,7 +127,7 @@ def run(options: RatesOptions) -> RatesReport:
 
 
 def _check_contenders(contenders: tuple[str, ...]) -> None:
-    known = {*BACKENDS, "te", *KINDS}
+    known = {*BACKENDS, "scaled_mm", "te", *KINDS}
     violations = []
     for contender in contenders:
         name, _, mode = contender.partition(":")
@@ -166,8 +167,8 @@ def _ours(
     name: str, mode: str, case: ExpertsCase, problem: ExpertsProblem, expected_RD: Tensor
 ) -> tuple[Callable[[], object], float]:
     device = problem.rows_RD.device
-    if name == "te" and device.type != "cuda":
-        raise ConfigError("experts.backend=te needs a CUDA device.")
+    if name not in BACKENDS and device.type != "cuda":
+        raise ConfigError(f"experts.backend={name} needs a CUDA device.")
     shape = ExpertShape(case.num_experts, case.hidden_size, case.intermediate_size, problem.rows_RD.shape[0])
     backend = make_backend(name, shape, precision_policy(mode, device))
     out_RD, *_ = forward_backward(backend, problem)

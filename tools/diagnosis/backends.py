@@ -91,7 +91,7 @@ def examine_experts(config: Config, device: torch.device, *, measure: bool, te_p
         return ExpertsFinding(choice.name, choice.reason, obstacles)
     # Training finds a broken installation only when it calls it.
     obstacles["te"] = te_problem
-    if policy.te_recipe is None and names != ["te"]:
+    if names != ["te"] and (policy.te_recipe is None or "scaled_mm" in names):
         others = " or ".join(name for name in names if name != "te")
         return ExpertsFinding(others, f"te cannot be used: {te_problem}", obstacles)
     reason = f"experts.backend={config.experts.backend} in precision.mode={policy.mode}: {te_problem}."

@@ -12,6 +12,7 @@ from moe_framework.moe.experts.grouped_mm import grouped_mm_experts, unsupported
 from moe_framework.moe.experts.loop import loop_experts
 from moe_framework.moe.experts.measure import milliseconds
 from moe_framework.moe.experts.mxfp8_emulated import BLOCK, mxfp8_emulated_experts
+from moe_framework.moe.experts.scaled_mm import WIDTH_ALIGNMENT, scaled_mm_experts
 from moe_framework.moe.experts.sequential import sequential_experts
 from moe_framework.moe.experts.te import TransformerEngineExperts
 from moe_framework.precision.modes import EMULATED
@@ -23,6 +24,12 @@ BACKENDS: dict[str, ExpertBackend] = {
     "grouped_mm": grouped_mm_experts,
     "sequential": sequential_experts,
 }
+# The modes that a backend quantizes by itself, without Transformer Engine.
+SCALED_MM_MODE = "fp8_current"
+QUANTIZED: dict[str, ExpertBackend] = {"scaled_mm": scaled_mm_experts, EMULATED: mxfp8_emulated_experts}
+
+
+_CANDIDATES = {"cuda": ("te", "scaled_mm", "grouped_mm", "sequential"), "cpu": ("te", "grouped_mm")}
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def make_backend(name: str, shape: ExpertShape, policy: PrecisionPolicy) -> Expe
             intermediate_size=shape.intermediate_size,
             recipe=policy.te_recipe,
         )
-    return mxfp8_emulated_experts if name == EMULATED else BACKENDS[name]
+    return (BACKENDS | QUANTIZED)[name]
 
 
 def choose_experts(
@@ -126,16 +133,16 @@ def choose_experts(
         if (obstacle := obstacles[EMULATED]) is not None:
             raise _error(f"precision.mode={EMULATED} cannot be used: {obstacle}.", obstacle)
         return Choice(EMULATED, "the precision mode's own backend")
-    if policy.te_recipe is not None and (obstacle := obstacles["te"]) is not None:
+    if policy.te_recipe is not None and obstacles["scaled_mm"] is not None and (obstacle := obstacles["te"]):
         raise _error(f"precision.mode={policy.mode} is computed by Transformer Engine: {obstacle}.", obstacle)
-    candidates = ("te", "grouped_mm", "sequential") if device.type == "cuda" else ("te", "grouped_mm")
+    candidates = [name for name in _CANDIDATES[device.type] if name != "scaled_mm" or policy.mode == SCALED_MM_MODE]
     usable = [candidate for candidate in candidates if obstacles[candidate] is None]
     if not usable:
         return Choice("loop", f"grouped_mm cannot be used: {obstacles['grouped_mm']}")
     if len(usable) == 1:
         others = [f"{name} cannot be used: {obstacles[name]}" for name in candidates if name not in usable]
         return Choice(usable[0], "; ".join(others))
-    if preferred in usable:
+    if preferred is not None and preferred in usable:
         return Choice(preferred, "as in the checkpoint that is continued")
     if not measure:
         return Choice(" or ".join(usable), "the fastest of them, measured at the start of training")
@@ -165,7 +172,8 @@ def _fastest(names: list[str], shape: ExpertShape, policy: PrecisionPolicy, devi
             f"experts.backend=auto: none of {', '.join(names)} computes these experts on this device; the log says "
             "why. Set experts.backend=loop, or make the micro-batch smaller."
         )
-    table = ", ".join(f"{name} in {policy.mode if name == 'te' else 'bf16'} {times[name]:.2f} ms" for name in names)
+    modes = {name: "bf16" if name in BACKENDS else policy.mode for name in names}
+    table = ", ".join(f"{name} in {modes[name]} {times[name]:.2f} ms" for name in names)
     return Choice(best, f"fastest of: {table}; one layer, forward and backward, {shape.num_rows} rows")
 
 
@@ -192,8 +200,15 @@ def backend_obstacles(shape: ExpertShape, policy: PrecisionPolicy, device: torch
         "sequential": plain,
         "grouped_mm": plain or grouped,
         "te": _te_obstacle(shape, policy, device),
+        "scaled_mm": _scaled_mm_obstacle(shape, policy, device),
         EMULATED: _emulation_obstacle(shape),
     }
+
+
+def _scaled_mm_obstacle(shape: ExpertShape, policy: PrecisionPolicy, device: torch.device) -> str | None:
+    if policy.mode != SCALED_MM_MODE:
+        return f"it computes precision.mode={SCALED_MM_MODE}, not {policy.mode}"
+    return _unaligned(shape, WIDTH_ALIGNMENT, "FP8") if device.type == "cuda" else "its products need a CUDA device"
 
 
 def _emulation_obstacle(shape: ExpertShape) -> str | None:

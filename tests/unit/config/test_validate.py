@@ -120,6 +120,15 @@ RULES = [
         "experts.backend=te needs a CUDA device. Set experts.backend=auto.",
     ),
     (
+        "experts.backend=scaled_mm device=cpu",
+        "experts.backend=scaled_mm needs a CUDA device. Set experts.backend=auto.",
+    ),
+    (
+        "experts.backend=scaled_mm precision.mode=bf16 device=cuda",
+        "experts.backend=scaled_mm computes in fp8_current alone, not precision.mode=bf16. "
+        "Set experts.backend=auto, or precision.mode=fp8_current.",
+    ),
+    (
         "precision.mode=fp8_current device=cpu",
         "precision.mode=fp8_current needs compute capability 8.9 or newer; device=cpu has none, being no CUDA device. "
         "Use one of fp32, bf16, mxfp8_emulated.",

@@ -8,6 +8,7 @@ from moe_framework.moe.experts import choose
 from moe_framework.moe.experts.choose import ExpertShape, choose_experts, make_backend
 from moe_framework.moe.experts.grouped_mm import grouped_mm_experts, unsupported_reason
 from moe_framework.moe.experts.mxfp8_emulated import mxfp8_emulated_experts
+from moe_framework.moe.experts.scaled_mm import scaled_mm_experts
 from moe_framework.precision.modes import EMULATED
 from moe_framework.precision.policy import PrecisionPolicy, precision_policy
 from moe_framework.precision.recipes import RECIPES
@@ -106,11 +107,39 @@ def test_a_named_backend_does_not_drop_the_quantization(name: str):
 
 def test_auto_does_not_drop_the_quantization_for_want_of_a_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
-    fp8 = PrecisionPolicy("fp8_current", torch.bfloat16, te_recipe=RECIPES["fp8_current"])
-    for policy, package in ((fp8, "transformer_engine"), (precision_policy(EMULATED, CPU), "torchao")):
+    block = PrecisionPolicy("fp8_block", torch.bfloat16, te_recipe=RECIPES["fp8_block"])
+    for policy, package in ((block, "transformer_engine"), (precision_policy(EMULATED, CPU), "torchao")):
         with pytest.raises(MoeFrameworkError, match=rf"precision\.mode={policy.mode}.*{package}") as caught:
             choose_experts("auto", SHAPE, policy, torch.device("cuda"))
         assert type(caught.value).__name__ == "DependencyError"
+
+
+FP8 = PrecisionPolicy("fp8_current", torch.bfloat16, te_recipe=RECIPES["fp8_current"])
+CUDA = torch.device("cuda")
+
+
+def test_fp8_with_current_scales_needs_no_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose, "milliseconds", lambda name, make, **_: 1.0 if name == "scaled_mm" else 2.0)
+    chosen = choose_experts("auto", SHAPE, FP8, CUDA)
+    assert chosen.name == "scaled_mm"
+    assert "scaled_mm in fp8_current 1.00 ms" in chosen.reason
+    assert "te in" not in chosen.reason
+    assert choose_experts("scaled_mm", SHAPE, FP8, CUDA).name == "scaled_mm"
+    assert make_backend("scaled_mm", SHAPE, FP8) is scaled_mm_experts
+
+
+@pytest.mark.parametrize(
+    ("shape", "policy", "device", "named"),
+    [
+        (SHAPE, BF16, CUDA, "it computes precision.mode=fp8_current, not bf16"),
+        (SHAPE, FP8, CPU, "its products need a CUDA device"),
+        (replace(SHAPE, hidden_size=24), FP8, CUDA, "model.hidden_size=24 is no multiple of 16, which FP8 needs"),
+    ],
+)
+def test_scaled_mm_says_why_it_cannot_be_used(shape, policy, device, named: str):
+    with pytest.raises(ConfigError, match=rf"experts\.backend=scaled_mm cannot be used: {named}"):
+        choose_experts("scaled_mm", shape, policy, device)
 
 
 def test_widths_that_the_format_cannot_block_are_named():
