@@ -42,6 +42,8 @@ _OTHER_NAMES = {
     "optim.lr": "learning_rate peak_lr max_lr",
     "optim.min_lr": "min_learning_rate lr_min",
     "optim.warmup_steps": "lr_warmup_steps num_warmup_steps warmup warmup_iters lr_warmup_iters",
+    "optim.schedule": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type",
+    "optim.decay_steps": "lr_wsd_decay_iters num_decay_steps lr_decay_steps wsd_decay_steps",
     "optim.beta1": "adam_beta1",
     "optim.beta2": "adam_beta2",
     "optim.eps": "adam_eps adam_epsilon",

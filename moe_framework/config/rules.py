@@ -43,6 +43,7 @@ _AT_LEAST = {
     "data.prefetch": 0,
     "optim.min_lr": 0,
     "optim.warmup_steps": 0,
+    "optim.decay_steps": 0,
     "optim.weight_decay": 0,
     "optim.clip_norm": 0,
     "train.max_steps": 1,
@@ -238,23 +239,11 @@ def data_violations(config: Config) -> Iterator[str]:
         )
 
 
-def schedule_violations(config: Config) -> Iterator[str]:
-    """Yield violations of the learning-rate schedule."""
-    optim, steps = config.optim, config.train.max_steps
-    if optim.lr > 0 and optim.min_lr > optim.lr:
-        yield f"optim.min_lr={optim.min_lr} must be at most optim.lr={optim.lr}. Lower optim.min_lr or raise optim.lr."
-    if optim.warmup_steps > steps >= 1:
-        yield (
-            f"optim.warmup_steps={optim.warmup_steps} must be at most train.max_steps={steps}, or the learning rate "
-            f"never reaches its peak. Set optim.warmup_steps={steps // 10}, or raise train.max_steps."
-        )
-
-
 def checkpoint_violations(config: Config) -> Iterator[str]:
     """Yield contradictions about where a run starts; whether a path exists is the store's to say."""
     resume, init_from = config.checkpoint.resume, config.checkpoint.init_from
     if resume.lower() in ("true", "false", "yes", "no", "none", "latest"):
-        yield f"checkpoint.resume={resume} must be auto, never, or the path of a step folder."
+        yield f"checkpoint.resume={resume} must be auto, never, or the path of a step folder or of a folder of steps."
     elif resume not in (AUTO, "never") and init_from is not None:
         yield (
             f"checkpoint.init_from={init_from} starts a new run, and checkpoint.resume={resume} continues one. "

@@ -194,12 +194,15 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with fp32 master weights, and a cosine schedule with warmup.
+    """AdamW with fp32 master weights, and a schedule with warmup.
 
     Attributes:
         lr: Peak learning rate.
-        min_lr: Learning rate at the last step.
+        schedule: Of the learning rate after the warmup: `cosine` or `linear` down to min_lr at train.max_steps,
+            `constant` at lr, or `wsd` (warmup, stable, decay): lr until the last decay_steps steps, then linear.
+        min_lr: Learning rate at the last step; unused by `constant`.
         warmup_steps: Steps of linear warmup from 0 to lr.
+        decay_steps: `wsd` only, where it must be set: steps of the fall from lr to min_lr at the end of the run.
         weight_decay: Decoupled decay of matrices; norms and other vectors are not decayed.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
@@ -208,8 +211,10 @@ class OptimConfig:
     """
 
     lr: float = 1e-4
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     min_lr: float = 1e-5
     warmup_steps: int = 500
+    decay_steps: int = 0
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -278,7 +283,8 @@ class CheckpointConfig:
         max_failed_saves: Saves in a row that may fail, or be left out because the one before is still being written,
             before the run stops; the last save of a run must succeed.
         resume: `auto` (from the latest complete step of ckpt_dir, if there is one), `never` (refused when
-            ckpt_dir has a complete step), or the path of a step folder.
+            ckpt_dir has a complete step), or a path: of a step folder, or of a folder of steps, whose newest complete
+            step it then is.
         init_from: Weights that start a new run at step 0, without optimizer or data position: a step folder, a
             Hugging Face folder, or a Megatron-Core checkpoint.
     """

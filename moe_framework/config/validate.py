@@ -16,6 +16,7 @@ from moe_framework.config.parallel_rules import (
     tensor_violations,
 )
 from moe_framework.config.rules import either, is_sound, near_multiples
+from moe_framework.config.schedule_rules import schedule_violations
 from moe_framework.config.schema import AUTO, Config
 from moe_framework.errors import ConfigError
 
@@ -48,7 +49,7 @@ def validate(
             tensor_violations(config),
             shard_violations(config, dp, world_size),
             rules.data_violations(config),
-            rules.schedule_violations(config),
+            schedule_violations(config),
             _batch_violations(config, dp),
             rules.checkpoint_violations(config),
             rules.hardware_violations(config),

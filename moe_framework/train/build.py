@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from moe_framework.checkpoint.folder import newest_step
 from moe_framework.checkpoint.manifest import read_manifest
+from moe_framework.checkpoint.ranks import Ranks
 from moe_framework.checkpoint.store import CheckpointStore
 from moe_framework.config.schema import Config
 from moe_framework.data.loader import TrainLoader
@@ -97,7 +99,8 @@ def build_training(config: Config, runtime: Runtime) -> Training:
         async_save=config.checkpoint.async_save,
         group=runtime.checkpoint_group,
     )
-    choice = choose_backend(config, runtime.device, preferred=_saved_backend(config, store))
+    preferred = _saved_backend(config, store, runtime.checkpoint_group)
+    choice = choose_backend(config, runtime.device, preferred=preferred)
     model = build_model(config, mesh, runtime.device, choice)
     optimizer = optimizer_of(config, model)
     return Training(config, runtime, mesh, model, optimizer, data, store, choice.name)
@@ -149,11 +152,37 @@ def optimizer_of(config: Config, model: Decoder) -> AdamW:
     )
 
 
-def _saved_backend(config: Config, store: CheckpointStore) -> str | None:
+def named_step(path: str, group: dist.ProcessGroup) -> Path:
+    """Return the step that `checkpoint.resume=PATH` means: PATH, or the newest complete step in it.
+
+    Args:
+        path: A step, or a folder of steps.
+        group: A gloo group of all ranks.
+
+    Returns:
+        The step's folder; `path` itself where there is none, for reading it says what is wrong.
+
+    Raises:
+        CheckpointError: The newest step in the folder is damaged; on every rank.
+
+    Collective: `group`; every rank must call.
+    """
+
+    def find() -> Path:
+        folder = Path(path)
+        # Nothing is looked at beside a step that is named, so that a damaged one can be left out.
+        return (newest_step(folder) if folder.is_dir() else None) or folder
+
+    # Rank 0 decides for all: a run that saves there meanwhile would give each rank another newest step.
+    return Ranks(group).on_first(find)
+
+
+def _saved_backend(config: Config, store: CheckpointStore, group: dist.ProcessGroup) -> str | None:
     """The expert backend of the checkpoint that the run will continue from, if it was in the same precision."""
-    if config.checkpoint.resume == "never":
+    resume = config.checkpoint.resume
+    if resume == "never":
         return None
-    step_dir = store.latest_step() if config.checkpoint.resume == "auto" else Path(config.checkpoint.resume)
+    step_dir = store.latest_step() if resume == "auto" else named_step(resume, group)
     if step_dir is None:
         return None
     try:

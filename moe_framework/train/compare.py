@@ -106,7 +106,7 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def _rate(settings: Mapping[str, Any], steps_done: int) -> float:
-    names = ("lr", "min_lr", "warmup_steps")
+    names = ("lr", "min_lr", "warmup_steps", "schedule", "decay_steps")
     return learning_rate(
         steps_done, max_steps=settings["train.max_steps"], **{name: settings[f"optim.{name}"] for name in names}
     )

@@ -111,6 +111,8 @@ def _set_learning_rate(training: Training, steps_done: int) -> float:
         min_lr=config.optim.min_lr,
         warmup_steps=config.optim.warmup_steps,
         max_steps=config.train.max_steps,
+        schedule=config.optim.schedule,
+        decay_steps=config.optim.decay_steps,
     )
     for group in training.optimizer.param_groups:
         group["lr"] = rate

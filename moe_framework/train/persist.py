@@ -33,13 +33,12 @@ from moe_framework.checkpoint.state import (
 from moe_framework.config.load import to_dict
 from moe_framework.distributed.collectives import together
 from moe_framework.errors import CheckpointError, ConfigError
-from moe_framework.train.build import Training, checkpoint_dir
+from moe_framework.train.build import Training, checkpoint_dir, named_step
 from moe_framework.train.compare import changes, log_changes
+from moe_framework.train.identity import INITIAL_ONLY, check_same_run, data_identity
 
 logger = logging.getLogger(__name__)
 
-# Do not enter the computation of a model that is already initialised.
-_INITIAL_ONLY = ("init_std", "max_positions")
 # A new run may go on with others on purpose, such as a longer context; a converted model's are its own.
 _ALTERABLE = ("rope_theta", "norm_eps", "top_k")
 
@@ -101,7 +100,7 @@ def save(training: Training, position: Position) -> None:
     state = {
         "position": position._asdict(),
         "optimizer_step": optimizer_step(training.optimizer),
-        "data": _data_identity(training),
+        "data": data_identity(training),
         "experts_backend": training.experts_backend,
         "layout": dataclasses.asdict(config.parallel) | {"world_size": training.runtime.launch.world_size},
         "config": to_dict(config),
@@ -139,8 +138,12 @@ def resume(training: Training) -> Resumed:
 def _step_to_resume(training: Training) -> Path | None:
     config = training.config
     if config.checkpoint.resume not in ("auto", "never"):
-        # Without a look at the other steps, so that a damaged one can be left out.
-        return Path(config.checkpoint.resume)
+        step_dir = named_step(config.checkpoint.resume, training.runtime.checkpoint_group)
+        if step_dir != Path(config.checkpoint.resume):
+            logger.info(
+                "checkpoint.resume=%s: %s is the newest complete step there", config.checkpoint.resume, step_dir.name
+            )
+        return step_dir
     latest = training.store.latest_step()
     if config.checkpoint.resume == "never" and latest is not None:
         raise ConfigError(
@@ -158,7 +161,7 @@ def _load(training: Training, step_dir: Path) -> Resumed:
     _check_same_manifest(step_dir, manifest, training)
     state = manifest.state
     try:
-        _check_same_run(step_dir, state, training)
+        check_same_run(step_dir, state, training)
         position = Position(**state["position"])
         changed = changes(state["config"], training.config)
         set_optimizer_step(training.optimizer, state["optimizer_step"])
@@ -169,7 +172,22 @@ def _load(training: Training, step_dir: Path) -> Resumed:
     logger.info("resumed from %s (saved at %s)", step_dir, _layout(state["layout"]))
     if training.runtime.is_main:
         log_changes(changed, training.config, position.step)
+        _log_if_done(step_dir, position, training.config.train.max_steps)
     return Resumed(position, changed)
+
+
+def _log_if_done(step_dir: Path, position: Position, max_steps: int) -> None:
+    """Say that there is nothing to train: the run would end at once, and its reader would wonder why."""
+    if position.step >= max_steps:
+        logger.warning(
+            "train.max_steps=%d: the run is at step %d already, so that it is evaluated and ends. To train on, set "
+            "train.max_steps, the steps of the whole run, above %d; or start a new run from these weights with another "
+            "run.name and checkpoint.init_from=%s",
+            max_steps,
+            position.step,
+            position.step,
+            step_dir,
+        )
 
 
 def _check_has_optimizer(step_dir: Path) -> None:
@@ -247,7 +265,7 @@ def _open_weights(path: Path, training: Training, tensors: Mapping[str, Tensor])
 
 def _check_sizes(found: dict[str, Any], training: Training, path: Path) -> None:
     wanted = _sizes(training)
-    check_sizes(found, wanted, [key for key in wanted if key not in _INITIAL_ONLY], str(path))
+    check_sizes(found, wanted, [key for key in wanted if key not in INITIAL_ONLY], str(path))
 
 
 def _sizes(training: Training) -> dict[str, Any]:
@@ -257,49 +275,6 @@ def _sizes(training: Training) -> dict[str, Any]:
 
 def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-
-
-def _data_identity(training: Training) -> dict[str, Any]:
-    """What a position in the data means something for: with any of these changed, it would be other samples."""
-    config = training.config
-    return {
-        "data.path": training.data.fingerprint,
-        "data.seq_length": config.data.seq_length,
-        "data.stride": config.data.stride,
-        "data.heldout_fraction": config.data.heldout_fraction,
-        "data.reverse_complement": config.data.reverse_complement,
-        "data.separate_documents": config.data.separate_documents,
-        "train.seed": config.train.seed,
-    }
-
-
-def _model_identity(model: dict[str, Any]) -> dict[str, Any]:
-    """What enters the computation of a model that is already initialised."""
-    # Null is a width as well: the same model may be written with it and without.
-    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_heads"]
-    return {
-        f"model.{key}": value for key, value in (model | {"head_dim": head_dim}).items() if key not in _INITIAL_ONLY
-    }
-
-
-def _check_same_run(step_dir: Path, state: dict[str, Any], training: Training) -> None:
-    """Refuse what the shapes of the tensors cannot show: another number of heads, another order of the data."""
-    current = _model_identity(dataclasses.asdict(training.config.model)) | _data_identity(training)
-    # Checkpoints of before there were token files lack their key.
-    saved = _model_identity(state["config"]["model"]) | {"data.separate_documents": True} | state["data"]
-    keys = [key for key, value in current.items() if saved.get(key) != value]
-    # Of the data the content is compared, and its name is what a person knows.
-    shown = {"data.path": (state["config"]["data"]["path"], training.config.data.path)}
-    pairs = {key: shown.get(key, (saved.get(key), current[key])) for key in keys}
-    different = [
-        f"{key} was {before!r}, now {now!r}" + (", which holds other data" if key in shown else "")
-        for key, (before, now) in pairs.items()
-    ]
-    if different:
-        raise CheckpointError(
-            f"{step_dir.name}: saved with another configuration: {'; '.join(different)}. Resume with the run's saved "
-            "config.yaml, or start a new run from these weights with checkpoint.init_from."
-        )
 
 
 def _layout(layout: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from moe_framework.checkpoint import read_manifest
 from moe_framework.data.sources import Cut, open_data
+from moe_framework.optim.schedule import Schedule, learning_rate
 from tests.distributed import train_jobs as jobs
 from tests.helpers.pool import RankPool
 from tests.helpers.tiny_runs import arguments, losses, metrics, step_numbers, write_genome
@@ -129,6 +130,29 @@ def test_resume_from_a_named_step_repeats_what_came_after(ranks: RankPool, whole
     assert step_numbers(folder / "run") == [3, 6, 9, 12]
 
 
+def test_resume_from_a_folder_of_steps_is_from_one_step_on_every_rank(ranks: RankPool, whole, tmp_path):
+    steps = whole[0] / "run/checkpoints"
+    changes = (*EP2, f"checkpoint.resume={steps}", f"data.path={whole[0] / 'genome.fa'}")
+    line = arguments(tmp_path, *changes, max_steps=13)
+    started = ranks.run(jobs.start_while_another_run_saves, 2, line, steps / "step_00000003")
+    assert [one[:2] for one in started] == [((12, 48), 12)] * 2
+    assert f"checkpoint.resume={steps}: step_00000012 is the newest complete step there" in started[0][3]
+    assert f"resumed from {steps / 'step_00000012'}" in started[0][3]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant", "wsd"])
+def test_the_learning_rate_is_the_schedules_also_after_a_resume(ranks: RankPool, tmp_path, schedule: Schedule):
+    decay_steps = 4 if schedule == "wsd" else 0
+    changes = (*ONE, f"optim.schedule={schedule}", f"optim.decay_steps={decay_steps}", "checkpoint.async_save=false")
+    line = arguments(tmp_path, *changes, max_steps=8)
+    ranks.run(jobs.watch, 1, line, stop_after=6)
+    (seen,) = ranks.run(jobs.watch, 1, line)
+    assert seen.start == (6, 24)
+    shape = {"warmup_steps": 2, "max_steps": 8, "schedule": schedule, "decay_steps": decay_steps}
+    expected = [learning_rate(step, lr=3e-3, min_lr=3e-4, **shape) for step in range(8)]
+    assert [line["lr"] for line in metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-6)
+
+
 def test_going_back_in_a_run_drops_the_lines_that_are_repeated(ranks: RankPool, tmp_path):
     ranks.run(jobs.watch, 2, arguments(tmp_path, *EP2, "checkpoint.keep=0"))
     first = losses(tmp_path / "run")
@@ -146,6 +170,7 @@ def test_a_finished_run_started_again_changes_nothing_but_the_summary(ranks: Ran
     (seen,) = ranks.run(jobs.watch, 1, arguments(tmp_path, *ONE))
     assert seen.start == (12, 48)
     assert seen.rows == {}
+    assert "train.max_steps=12: the run is at step 12 already" in seen.ended.text
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
     assert step_numbers(tmp_path / "run") == [9, 12]
 

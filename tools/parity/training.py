@@ -139,6 +139,8 @@ def rate_at(config: Config, step: int) -> float:
         min_lr=optim.min_lr,
         warmup_steps=optim.warmup_steps,
         max_steps=config.train.max_steps,
+        schedule=optim.schedule,
+        decay_steps=optim.decay_steps,
     )
 
 

@@ -10,7 +10,7 @@ import train_fsdp2_ep
 from moe_framework.config.command_line import parse_command_line
 from moe_framework.config.schema import Config
 from moe_framework.distributed.runtime import launch_environment
-from moe_framework.errors import ConfigError, DataError
+from moe_framework.errors import CheckpointError, ConfigError, DataError, MoeFrameworkError
 
 ROOT = Path(__file__).resolve().parents[3]
 BAD = ["--config-name", "L0_sanity", "parallel.ep=3", "model.top_k=9", "train.global_batch_size=31"]
@@ -55,9 +55,30 @@ def test_rank_0_prints_one_line_per_violation_and_the_others_wait_in_silence(
     assert delays == [train_fsdp2_ep.SILENT_EXIT_DELAY_S] * 3
 
 
-def test_error_of_one_rank_is_printed_by_that_rank(capsys: pytest.CaptureFixture[str]):
-    train_fsdp2_ep.report(DataError("data.path=/x.fa: ended early."), rank=3)
-    assert capsys.readouterr().err == "[rank 3] DataError: data.path=/x.fa: ended early.\n"
+@pytest.mark.parametrize("kind", [DataError, ConfigError])
+def test_error_of_one_rank_is_printed_by_that_rank(kind: type[MoeFrameworkError], capsys, delays: list[float]):
+    train_fsdp2_ep.report(kind("data.path=/x.fa: ended early."), rank=3)
+    assert capsys.readouterr().err == f"[rank 3] {kind.__name__}: data.path=/x.fa: ended early.\n"
+    assert delays == []
+
+
+@pytest.mark.parametrize("kind", [DataError, CheckpointError])
+def test_error_that_another_rank_says_is_not_printed_again(kind: type[MoeFrameworkError], capsys, delays: list[float]):
+    error = kind("step_00000200: damaged.")
+    error.said_elsewhere = True
+    train_fsdp2_ep.report(error, rank=3)
+    assert capsys.readouterr().err == ""
+    assert delays == [train_fsdp2_ep.SILENT_EXIT_DELAY_S]
+
+
+def test_error_that_only_one_rank_finds_when_the_ranks_start_is_printed(monkeypatch, capsys, delays: list[float]):
+    def run(_: Config) -> int:
+        raise ConfigError("device=cuda: the host has 0 GPUs for 1 ranks.")
+
+    monkeypatch.setattr("moe_framework.train.run.run", run)
+    be_rank(1, 2, monkeypatch)
+    assert train_fsdp2_ep.main(["--config-name", "L0_sanity"]) == 2
+    assert capsys.readouterr().err.startswith("[rank 1] ConfigError: device=cuda: the host has 0 GPUs")
 
 
 def test_broken_launcher_environment_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

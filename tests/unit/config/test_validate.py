@@ -167,6 +167,32 @@ RULES = [
         "optim.warmup_steps=30 must be at most train.max_steps=20, or the learning rate never reaches its peak. "
         "Set optim.warmup_steps=2, or raise train.max_steps.",
     ),
+    ("optim.decay_steps=-1", "optim.decay_steps=-1 must be at least 0."),
+    (
+        "optim.schedule=linear optim.decay_steps=9",
+        "optim.decay_steps=9 needs optim.schedule=wsd, not linear, which has no decay of a length of its own. "
+        "Set optim.schedule=wsd, or leave optim.decay_steps out.",
+    ),
+    (
+        "optim.schedule=wsd",
+        "optim.decay_steps=0 must be at least 1 for optim.schedule=wsd, and at most "
+        "train.max_steps - optim.warmup_steps = 400 - 30 = 370. Use 1 to 370, such as 40.",
+    ),
+    (
+        "optim.schedule=wsd optim.decay_steps=371",
+        "optim.decay_steps=371 must be at least 1 for optim.schedule=wsd, and at most "
+        "train.max_steps - optim.warmup_steps = 400 - 30 = 370. Use 1 to 370, such as 40.",
+    ),
+    (
+        "optim.schedule=wsd optim.warmup_steps=399 optim.decay_steps=20",
+        "optim.decay_steps=20 must be at least 1 for optim.schedule=wsd, and at most "
+        "train.max_steps - optim.warmup_steps = 400 - 399 = 1. Use 1 to 1, such as 1.",
+    ),
+    (
+        "optim.schedule=wsd optim.warmup_steps=400",
+        "optim.decay_steps=0 must be at least 1 for optim.schedule=wsd, and at most "
+        "train.max_steps - optim.warmup_steps = 400 - 400 = 0. Lower optim.warmup_steps.",
+    ),
     (
         "train.global_batch_size=36",
         "train.global_batch_size=36 must be a multiple of train.micro_batch_size·parallel.dp·ep = 4·1·2 = 8, so that "
@@ -178,7 +204,10 @@ RULES = [
         "accumulation is whole. Use 8, or another train.micro_batch_size.",
     ),
     # checkpoint
-    ("checkpoint.resume=latest", "checkpoint.resume=latest must be auto, never, or the path of a step folder."),
+    (
+        "checkpoint.resume=latest",
+        "checkpoint.resume=latest must be auto, never, or the path of a step folder or of a folder of steps.",
+    ),
     (
         "checkpoint.init_from=/b model.vocab_size=9",
         "checkpoint.init_from=/b: data.path=null would train this model of model.vocab_size=9 on the E. coli genome of "
@@ -222,6 +251,10 @@ def test_run_name_that_is_no_plain_folder_is_refused(name: str):
         "",
         "optim.min_lr=2e-3",
         "optim.warmup_steps=300",
+        "optim.schedule=linear",
+        "optim.schedule=constant optim.min_lr=1",
+        "optim.schedule=wsd optim.decay_steps=370",
+        "optim.schedule=wsd optim.decay_steps=1",
         "model.top_k=8",
         "model.top_k=2",
         "model.top_k=1 model.num_experts=1 parallel.ep=1",

@@ -39,7 +39,8 @@ def test_a_key_younger_than_the_checkpoint_had_its_default():
 
 def test_a_longer_run_warns_of_both_learning_rates(caplog: pytest.LogCaptureFixture):
     longer = changed(BASE, "train", max_steps=20)
-    rate = learning_rate(10, lr=1e-3, min_lr=1e-5, warmup_steps=2, max_steps=20)
+    shape = {"warmup_steps": 2, "max_steps": 20, "schedule": "cosine", "decay_steps": 0}
+    rate = learning_rate(10, lr=1e-3, min_lr=1e-5, **shape)
     assert said(caplog, longer, 10) == [
         (logging.INFO, "changed since the checkpoint was saved: train.max_steps: 10 -> 20"),
         (
@@ -54,6 +55,24 @@ def test_what_does_not_move_the_next_step_is_no_warning(caplog: pytest.LogCaptur
     # In the warm-up the end does not matter yet.
     config = changed(changed(BASE, "train", max_steps=20), "optim", weight_decay=0.0)
     assert [level for level, _ in said(caplog, config, 1)] == [logging.INFO, logging.INFO]
+
+
+def test_a_longer_run_is_no_warning_before_the_decay_of_wsd(caplog: pytest.LogCaptureFixture):
+    base = changed(BASE, "optim", schedule="wsd", decay_steps=3)
+    longer = changed(base, "train", max_steps=20)
+    with caplog.at_level(logging.INFO):
+        log_changes(changes(to_dict(base), longer), longer, 6)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    with caplog.at_level(logging.INFO):
+        log_changes(changes(to_dict(base), longer), longer, 7)
+    assert "step 8 has 0.001, and 0.00067 with the saved configuration" in caplog.text
+
+
+def test_another_schedule_warns_of_both_learning_rates(caplog: pytest.LogCaptureFixture):
+    said_of = said(caplog, changed(BASE, "optim", schedule="constant"), 8)
+    assert said_of[-1][0] == logging.WARNING
+    assert "THE LEARNING RATE JUMPS: step 9 has 0.001, and " in said_of[-1][1]
+    assert said_of[-1][1].endswith("(optim.schedule: cosine -> constant)")
 
 
 def test_a_run_without_a_next_step_is_no_warning(caplog: pytest.LogCaptureFixture):

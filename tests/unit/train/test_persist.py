@@ -1,6 +1,7 @@
 import json
 import logging
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,64 @@ def test_a_head_width_that_is_written_out_is_the_same_model(saved, runtime: Runt
     assert config.model.head_dim is None
     explicit = changed(config, "model", head_dim=config.model.resolved_head_dim)
     assert resume(build_training(explicit, runtime)).position == POSITION
+
+
+def test_a_run_that_has_all_its_steps_says_so_once(saved, runtime: Runtime, caplog: pytest.LogCaptureFixture):
+    resume(build_training(changed(saved[1], "train", max_steps=4), runtime))
+    assert "train.max_steps=4: " not in caplog.text
+    for max_steps in (3, 2):
+        config = changed(changed(saved[1], "train", max_steps=max_steps), "optim", warmup_steps=1)
+        training = build_training(config, runtime)
+        resume(training)
+        (told,) = [record.message for record in caplog.records if record.message.startswith("train.max_steps=")]
+        assert told == (
+            f"train.max_steps={max_steps}: the run is at step 3 already, so that it is evaluated and ends. To train "
+            "on, set train.max_steps, the steps of the whole run, above 3; or start a new run from these weights with "
+            f"another run.name and checkpoint.init_from={checkpoint_dir(config) / 'step_00000003'}"
+        )
+        caplog.clear()
+        resume(replace(training, runtime=replace(runtime, launch=replace(runtime.launch, rank=1, world_size=2))))
+        assert "train.max_steps=" not in caplog.text
+
+
+def folder_of_steps(saved, folder: Path, publications: dict[int, int]) -> Path:
+    """A folder with copies of the saved step, by their number and in the order in which they were published."""
+    for number, publication in publications.items():
+        step_dir = folder / f"step_{number:08d}"
+        shutil.copytree(checkpoint_dir(saved[1]) / "step_00000003", step_dir)
+        edit_manifest(step_dir, publication=publication)
+    return folder
+
+
+def test_resume_from_a_folder_takes_its_newest_complete_step(saved, runtime: Runtime, tmp_path: Path, caplog):
+    steps = folder_of_steps(saved, tmp_path, {1: 1, 9: 2, 3: 3})
+    (steps / "step_00000012").mkdir()
+    config = changed(saved[1], "checkpoint", resume=str(steps))
+    with caplog.at_level(logging.INFO):
+        assert resume(build_training(config, runtime)).position == POSITION
+    assert f"checkpoint.resume={steps}: step_00000003 is the newest complete step there" in caplog.messages
+    # Half a step stays as it is: another run may be writing it.
+    assert (steps / "step_00000012").is_dir()
+
+
+def test_resume_from_a_step_does_not_look_at_the_others(saved, runtime: Runtime, tmp_path: Path, caplog):
+    steps = folder_of_steps(saved, tmp_path, {3: 1, 9: 2})
+    (steps / "step_00000009/manifest.json").write_text("{")
+    config = changed(saved[1], "checkpoint", resume=str(steps / "step_00000003"))
+    with caplog.at_level(logging.INFO):
+        assert resume(build_training(config, runtime)).position == POSITION
+    assert "newest complete step" not in caplog.text
+    with pytest.raises(CheckpointError, match=r"step_00000009/manifest\.json: .* Or remove "):
+        build_training(changed(config, "checkpoint", resume=str(steps)), runtime)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
+def test_resume_from_what_has_no_step_is_refused(saved, runtime: Runtime, tmp_path: Path, name: str):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    config = changed(saved[1], "checkpoint", resume=str(tmp_path / name))
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path / name}: no manifest\.json"):
+        resume(build_training(config, runtime))
 
 
 def from_weights(saved, runtime: Runtime, folder: Path, **model: object) -> None:
