@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """
     # Said by torch on every rank, about a package that nvidia-resiliency-ext 0.4 brings.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
-    launch = LaunchEnvironment()
+    launch, started = LaunchEnvironment(), False
     try:
         launch = launch_environment()
         command_line = parse_command_line(argv)
@@ -52,8 +52,11 @@ def main(argv: Sequence[str]) -> int:
         # torch takes seconds to import, so it comes after everything that can be wrong with the configuration.
         from moe_framework.train.run import run
 
+        started = True
         return run(config)
     except MoeFrameworkError as error:
+        # Until the ranks are started they know the same, and find the same.
+        error.said_elsewhere |= not started and launch.rank != 0
         report(error, launch.rank)
         return ExitCode.USER_ERROR
 
@@ -82,8 +85,8 @@ def shown(command_line: CommandLine) -> str:
 
 
 def report(error: MoeFrameworkError, rank: int) -> None:
-    """Print an error without a traceback, one line per violation; rank 0 alone prints what all ranks found."""
-    if isinstance(error, ConfigError) and rank != 0:
+    """Print an error without a traceback, one line per violation, unless another rank does."""
+    if error.said_elsewhere:
         time.sleep(SILENT_EXIT_DELAY_S)
         return
     lines = error.violations if isinstance(error, ConfigError) else [str(error)]

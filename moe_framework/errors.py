@@ -26,7 +26,13 @@ class ExitCode(IntEnum):
 
 
 class MoeFrameworkError(Exception):
-    """Base of every error that a user's input can cause."""
+    """Base of every error that a user's input can cause.
+
+    Attributes:
+        said_elsewhere: Whether another rank ends with the same error and prints it, so that this one need not.
+    """
+
+    said_elsewhere: bool = False
 
 
 class ConfigError(MoeFrameworkError):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -19,8 +20,11 @@ from moe_framework.errors import ExitCode, MoeFrameworkError, RankError
 # torchrun's agent gives the other ranks 30 s after the first has ended, and another node's may not hear of it at all.
 LEAVE_AFTER_S = 15.0
 POLL_S = 5.0
+# An error that all ranks have comes from one collective, so that the ranks have it at about the same time.
+SAME_ERROR_S = 5.0
+_SAME_ERROR_POLL_S = 0.02
 _STORE_TIMEOUT_S = 2.0
-_CLAIMS, _FIRST = "claims", "first"
+_CLAIMS, _FIRST, _EXPECTED = "claims", "first", "expected"
 
 
 class FirstFailure:
@@ -44,6 +48,7 @@ class FirstFailure:
         self._leave.daemon = True
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="first-failure", daemon=True)
+        self._compared = False
         self.told = False
 
     @classmethod
@@ -91,13 +96,15 @@ class FirstFailure:
         """Print an unexpected error of the block at once, and end the process if leaving takes too long.
 
         The first rank prints its traceback. The others, which fail because the first is gone, print one line after it.
-        The framework's own errors are the same on every rank, and pass.
+        The framework's own errors pass, for the entry point to print; one that rank 0 has too is marked as said there.
         """
         try:
             yield
         except Exception as error:
-            expected = isinstance(error, MoeFrameworkError) and not isinstance(error, RankError)
-            if not self.told and not expected:
+            if isinstance(error, MoeFrameworkError) and not isinstance(error, RankError):
+                # Before this rank leaves: the others would fail for that, and could end it before it has spoken.
+                self._compare(error)
+            elif not self.told:
                 self._tell(error)
             raise
 
@@ -107,6 +114,25 @@ class FirstFailure:
                 with contextlib.suppress(RuntimeError):  # started already, by this rank's own failure
                     self._leave.start()
                 return
+
+    def _compare(self, error: MoeFrameworkError) -> None:
+        """Mark an error that rank 0 ends with as well; what rank 0 has not said in time, this rank says itself."""
+        if self._compared:
+            return
+        self._compared = True
+        text = f"{type(error).__name__}: {error}"
+        try:
+            if self._rank == 0:
+                self._store.set(_EXPECTED, text)
+                return
+            deadline = time.monotonic() + SAME_ERROR_S
+            while not self._store.check([_EXPECTED]):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_SAME_ERROR_POLL_S)
+            error.said_elsewhere = self._store.get(_EXPECTED).decode() == text
+        except RuntimeError:  # the rank that kept the store has ended
+            return
 
     def _tell(self, error: Exception) -> None:
         self.told = True

@@ -195,10 +195,13 @@ def resolve_device(device: str, local_rank: int, local_world_size: int = 1) -> t
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     enough = num_gpus >= max(local_world_size, 1)
     if device == "cuda" and not enough:
-        raise ConfigError(
+        error = ConfigError(
             f"device=cuda: the host has {num_gpus} GPUs for {local_world_size} ranks. "
             f"Start at most {num_gpus} ranks a host, or set device=cpu."
         )
+        # Other hosts may have enough, so that rank 0 cannot speak for this one.
+        error.said_elsewhere = local_rank != 0
+        raise error
     if device == "auto" and num_gpus and not enough and local_rank == 0:
         logger.warning("device=auto: cpu, since the host has %d GPUs for %d ranks", num_gpus, local_world_size)
     return torch.device("cuda", local_rank) if device != "cpu" and enough and num_gpus else torch.device("cpu")

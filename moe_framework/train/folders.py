@@ -12,6 +12,7 @@ from moe_framework.config.schema import Config
 from moe_framework.distributed.collectives import together
 from moe_framework.errors import ConfigError
 from moe_framework.train.build import checkpoint_dir, run_dir
+from moe_framework.train.lock import NAME as LOCK_NAME
 from moe_framework.train.lock import locked
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ def own_folders(config: Config, *, is_main: bool) -> Iterator[None]:
     """Make the folders of the run and of its checkpoints, and keep other runs out of them for the block.
 
     To be entered before anything reads them: what a look at the checkpoints finds half done, it finishes or removes.
+    After the block, those that this start made and that are empty are removed: a start that was refused leaves nothing.
 
     Args:
         config: The run's.
@@ -65,9 +67,13 @@ def writing(key: str, value: str, path: Path) -> Iterator[None]:
 
 
 def _take(config: Config, locks: contextlib.ExitStack) -> None:
-    folders = _folders(config)
+    folders, made = _folders(config), set[Path]()
     for key, value, path in folders:
         with writing(key, value, path):
+            new = [one for one in (path, *path.parents) if not one.exists()]
+            made.update(new)
+            # Registered before the locks, and so called after them: on NFS an open file keeps its folder.
+            locks.callback(_remove_empty, new)
             path.mkdir(parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "not writable")
@@ -79,11 +85,30 @@ def _take(config: Config, locks: contextlib.ExitStack) -> None:
         with writing(key, value, path):
             if not locks.enter_context(locked(f"{key}={value}", path)):
                 unlocked.append(str(path))
+            elif path in made:
+                locks.callback(_remove_lock_of_unused, path, made)
     if unlocked:
         logger.warning(
             "%s: the file system has no locks, so that nothing keeps a second run out; two would overwrite each other",
             " and ".join(unlocked),
         )
+
+
+def _remove_lock_of_unused(folder: Path, made: set[Path]) -> None:
+    """Remove the file of the lock while it is held: one who waits for it sees that, and opens another."""
+    with contextlib.suppress(OSError):
+        if _is_unused(folder, made):
+            (folder / LOCK_NAME).unlink()
+
+
+def _is_unused(folder: Path, made: set[Path]) -> bool:
+    return all(one.name == LOCK_NAME or (one in made and _is_unused(one, made)) for one in folder.iterdir())
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # such as one that is not empty, which its parents then aren't either
+        for folder in folders:
+            folder.rmdir()
 
 
 def _folders(config: Config) -> list[_Folder]:

@@ -30,7 +30,7 @@ def locked(setting: str, folder: Path) -> Iterator[bool]:
 
     Args:
         setting: That chose the folder, such as `run.name=a`; begins the error.
-        folder: It exists and can be written.
+        folder: It can be written; made where another process has removed it meanwhile.
 
     Yields:
         Whether other processes are kept out: some file systems have no locks.
@@ -40,9 +40,15 @@ def locked(setting: str, folder: Path) -> Iterator[bool]:
         OSError: The file of the lock cannot be opened.
     """
     path = folder / NAME
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    with _closing(descriptor):
-        has_locks = _acquire(descriptor, path, setting)
+    with contextlib.ExitStack() as files:
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            files.enter_context(_closing(descriptor))
+            has_locks = _acquire(descriptor, path, setting)
+            if not has_locks or _is_at(descriptor, path):
+                break
+            files.close()  # the run that was waited for made the folder, was refused, and removed it
         try:
             _write(descriptor, f"process {os.getpid()} on {socket.gethostname()}")
             yield has_locks
@@ -72,6 +78,13 @@ def _closing(descriptor: int) -> Iterator[None]:
         opened.clear()
         with contextlib.suppress(OSError):  # such as a file system that is gone: the run is done
             os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _acquire(descriptor: int, path: Path, setting: str) -> bool:

@@ -49,7 +49,7 @@ def run(config: Config) -> int:
         The exit code: see `ExitCode`.
 
     Raises:
-        MoeFrameworkError: What a user can correct; the same on every rank.
+        MoeFrameworkError: What a user can correct; mostly the same on every rank, and then marked on all but rank 0.
 
     Collective: the world; every rank must call.
     """
@@ -59,8 +59,9 @@ def run(config: Config) -> int:
     timeout_s = _collective_timeout_s(config)
     try:
         with start(launch, config.device, deterministic=config.train.deterministic, timeout_s=timeout_s) as runtime:
-            check_same_on_all_ranks(config, runtime.checkpoint_group)
             failure = FirstFailure.of_this_start(runtime.checkpoint_group)
+            with failure.telling():
+                check_same_on_all_ranks(config, runtime.checkpoint_group)
             with (
                 failure,
                 StopRequest(launch.stop_file, hopeless=failure.is_known, failed_code=ExitCode.FAILED) as stop,

@@ -20,19 +20,31 @@ def test_one_ranks_data_ending_early_stops_all_and_keeps_the_checkpoints(ranks: 
     start = arguments(tmp_path, EP2)
     ended = ranks.run(jobs.data_ends_early, 2, start, on_rank=1, at_step=5, error=error, timeout_s=TIMEOUT_S)
     assert [one.code for one in ended] == [2, 2]
-    for rank, one in enumerate(ended):
-        # The first micro-batches of step 5 hold the samples 16 and 17.
-        prefix = "[rank 1] " if rank else ""
-        assert (
-            f"{prefix}DataError: data.path={tmp_path / 'genome.fa'}: data ended early, at samples 17 to 17" in one.text
-        )
-        assert "of data rank 1. Give every rank the same complete file." in one.text
+    # The first micro-batches of step 5 hold the samples 16 and 17.
+    early = f"\nDataError: data.path={tmp_path / 'genome.fa'}: data ended early, at samples 17 to 17"
+    assert ended[0].text.count(early) == 1
+    assert "of data rank 1. Give every rank the same complete file." in ended[0].text
+    assert "DataError" not in ended[1].text
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
     assert step_numbers(tmp_path / "run") == [3]
     # With the whole file, the run goes on from there.
     (resumed, _) = ranks.run(jobs.watch, 2, start)
     assert resumed.start == (3, 12)
     assert list(losses(tmp_path / "run")) == list(range(1, 13))
+
+
+def test_errors_that_differ_between_ranks_are_said_by_each(ranks: RankPool, tmp_path: Path):
+    ended = ranks.run(jobs.refuses, 2, arguments(tmp_path, EP2), ["one error", "another one"], timeout_s=TIMEOUT_S)
+    assert [one.code for one in ended] == [2, 2]
+    assert "\nDataError: one error\n" in ended[0].text
+    assert ended[1].text.endswith("[rank 1] DataError: another one\n")
+
+
+def test_an_error_of_one_rank_is_said_by_it(ranks: RankPool, tmp_path: Path):
+    ended = ranks.run(jobs.refuses, 2, arguments(tmp_path, EP2), [None, "only here"], timeout_s=TIMEOUT_S)
+    assert [one.code for one in ended] == [None, 2]
+    assert ended[1].text.endswith("[rank 1] DataError: only here\n")
+    assert "DataError" not in ended[0].text
 
 
 def test_a_single_non_finite_step_is_skipped_and_counted(ranks: RankPool, tmp_path: Path):
@@ -57,14 +69,14 @@ def test_too_many_non_finite_steps_stop_every_rank_and_leave_the_last_good_check
     start = arguments(tmp_path, EP2, "checkpoint.resume=never", "train.max_nonfinite_steps=3")
     bad = list(range(5, 13))
     seen = ranks.run(jobs.diverge, 2, start, bad_steps=bad, on_rank=0, timeout_s=TIMEOUT_S)
-    for rank, one in enumerate(seen):
-        assert one.ended is not None
+    assert "TrainingError" not in seen[1].ended.text
+    assert (
+        "\nTrainingError: loss=nan, grad_norm=nan at step 7: not finite for 3 steps in a row "
+        "(train.max_nonfinite_steps=3)."
+    ) in seen[0].ended.text
+    assert "the last checkpoint is step_00000003. Lower optim.lr or look at the data." in seen[0].ended.text
+    for one in seen:
         assert one.ended.code == 2
-        assert (
-            f"{'[rank 1] ' if rank else ''}TrainingError: loss=nan, grad_norm=nan at step 7: not finite for 3 steps "
-            "in a row (train.max_nonfinite_steps=3)."
-        ) in one.ended.text
-        assert "the last checkpoint is step_00000003. Lower optim.lr or look at the data." in one.ended.text
         assert one.digests[4] == one.digests[5] == one.digests[6] == one.digests[7]
         assert one.digests[4] != one.digests[3]
     # Step 6 was due, but the run was not sound then.

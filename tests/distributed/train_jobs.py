@@ -28,6 +28,8 @@ from moe_framework.checkpoint.folder import newest_step, step_number
 from moe_framework.checkpoint.state import optimizer_step
 from moe_framework.data.loader import Batch, TrainLoader
 from moe_framework.data.packing import Rows
+from moe_framework.distributed import failure
+from moe_framework.errors import DataError
 from moe_framework.train import build, loop, persist, saving, step
 from moe_framework.train import run as run_module
 from moe_framework.train.build import Training
@@ -256,6 +258,17 @@ def fails(arguments: list[str], *, in_step: int) -> Ended:
         return command(arguments)
 
 
+def refuses(arguments: list[str], errors: list[str | None]) -> Ended:
+    """Run the entry point; each rank raises its error before training, or is cut off there if it has none."""
+    own = errors[dist.get_rank()]
+
+    def train(*_: Any) -> Position:
+        raise CutOffError if own is None else DataError(own)
+
+    with mock.patch.object(run_module, "train", train), mock.patch.object(failure, "SAME_ERROR_S", 0.5):
+        return command(arguments)
+
+
 def parameter_digest(model: torch.nn.Module) -> str:
     """SHA-256 of this rank's part of every parameter."""
     digest = hashlib.sha256()
@@ -320,7 +333,11 @@ def command_with_own_arguments(arguments: list[str], own: list[list[str]]) -> En
 def start_while_another_run_saves(arguments: list[str], older: Path) -> tuple[Position, int, dict[str, Tensor], str]:
     """Start a run as `start_only` does; ranks that look for the newest step after rank 0 would find another one."""
     real, rank = persist.newest_step, dist.get_rank()
-    with mock.patch.object(persist, "newest_step", lambda path: older if rank else real(path)):
+
+    def newest_step(path: Path) -> Path | None:
+        return older if rank else real(path)
+
+    with mock.patch.object(persist, "newest_step", newest_step), mock.patch.object(build, "newest_step", newest_step):
         return start_only(arguments)
 
 

@@ -1,5 +1,6 @@
 """Which rank failed first, in this start and not in one before it."""
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from moe_framework.distributed import failure as module
 from moe_framework.distributed.failure import FirstFailure
-from moe_framework.errors import DataError, ExitCode, RankError
+from moe_framework.errors import CheckpointError, ConfigError, DataError, ExitCode, RankError
 
 
 @pytest.fixture
@@ -76,6 +77,49 @@ def test_an_error_that_every_rank_has_is_left_to_the_entry_point(store, ended, c
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "said"),
+    [
+        (DataError("data ended"), DataError("data ended"), True),
+        (ConfigError(["a", "b"]), ConfigError(["a", "b"]), True),
+        (DataError("data ended"), DataError("data ended at 5"), False),
+        (DataError("damaged"), CheckpointError("damaged"), False),
+    ],
+)
+def test_an_error_is_said_elsewhere_where_rank_0_has_the_same(store, ended, of_rank_0, of_rank_1, said: bool):
+    one, other = FirstFailure(store, "a", 0), FirstFailure(store, "a", 1)
+    # The first to fail waits for rank 0; none waits for another rank.
+    waiting = threading.Thread(target=fail, args=(other, of_rank_1))
+    waiting.start()
+    time.sleep(0.1)
+    fail(one, of_rank_0)
+    waiting.join()
+    assert of_rank_1.said_elsewhere is said
+    assert not of_rank_0.said_elsewhere
+
+
+def test_an_error_of_one_rank_is_not_said_elsewhere(store, ended, monkeypatch):
+    monkeypatch.setattr(module, "SAME_ERROR_S", 0.1)
+    fail(FirstFailure(store, "before", 0), DataError("data ended"))
+    error = DataError("data ended")
+    fail(FirstFailure(store, "a", 1), error)
+    assert not error.said_elsewhere
+    # Rank 0 failed of something else, which it says.
+    first = FirstFailure(store, "b", 0)
+    fail(first, ValueError("bad"))
+    first.left()
+    fail(FirstFailure(store, "b", 1), error)
+    assert not error.said_elsewhere
+
+
+def test_an_error_is_compared_once_on_its_way_through_several_blocks(store, ended, monkeypatch):
+    monkeypatch.setattr(module, "SAME_ERROR_S", 0.3)
+    own, started = FirstFailure(store, "a", 1), time.monotonic()
+    with pytest.raises(DataError), own.telling(), own.telling(), own.telling():
+        raise DataError("data ended")
+    assert time.monotonic() - started < 0.6
+
+
 def test_a_rank_that_hears_of_anothers_error_through_a_collective_is_not_the_first(store, ended, capsys):
     first, second = FirstFailure(store, "a", 1), FirstFailure(store, "a", 0)
     fail(first, ValueError("bad"))
@@ -118,3 +162,8 @@ def test_a_store_that_has_gone_counts_as_a_failure(ended, tmp_path: Path, capsys
     fail(own, RuntimeError("connection closed"))
     own.left()
     assert "[after the rank that kept the store ended]" in capsys.readouterr().err
+    error = DataError("data ended")
+    other = FirstFailure(dist.FileStore(str(tmp_path / "other"), 1), "a", 1)  # pyright: ignore[reportPrivateImportUsage]
+    other._store = own._store
+    fail(other, error)
+    assert not error.said_elsewhere

@@ -101,8 +101,10 @@ def test_all_of_a_hosts_ranks_get_a_gpu_or_none_does(num_gpus: int, device: str,
 @pytest.mark.parametrize("local_rank", [0, 1])
 @pytest.mark.parametrize("num_gpus", [0, 1], indirect=True)
 def test_too_few_gpus_are_refused_by_every_rank_of_the_host(num_gpus: int, local_rank: int):
-    with pytest.raises(ConfigError, match=rf"device=cuda: the host has {num_gpus} GPUs for 2 ranks"):
+    with pytest.raises(ConfigError, match=rf"device=cuda: the host has {num_gpus} GPUs for 2 ranks") as refused:
         resolve_device("cuda", local_rank, local_world_size=2)
+    # One of the host's ranks says it: rank 0's host may have enough.
+    assert refused.value.said_elsewhere is (local_rank != 0)
 
 
 def test_the_fusion_is_asked_for_before_transformer_engine_is_imported():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_framework.config.schema import CheckpointConfig, Config, RunConfig
-from moe_framework.errors import ConfigError
+from moe_framework.errors import ConfigError, DataError
 from moe_framework.train import lock
 from moe_framework.train.folders import own_folders
 
@@ -54,6 +54,54 @@ def test_a_second_run_with_the_same_checkpoints_is_refused_and_keeps_no_folder(t
 def test_a_run_may_not_write_to_the_checkpoints_inside_of_another_ones_folder(tmp_path: Path):
     with own_folders(config(tmp_path), is_main=True), pytest.raises(ConfigError, match="checkpoints is in use by "):
         enter(config(tmp_path, name="two", ckpt_dir=tmp_path / "one/checkpoints"))
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("ckpt_dir", [None, "elsewhere/checkpoints", "runs/one", "runs/one/a/b"])
+def test_a_refused_start_leaves_no_folder_that_it_made(tmp_path: Path, ckpt_dir: str | None):
+    own = config(tmp_path / "runs", ckpt_dir=None if ckpt_dir is None else tmp_path / ckpt_dir)
+    with pytest.raises(DataError), own_folders(own, is_main=True):
+        raise DataError("data.path=/x: no such file.")
+    assert contents(tmp_path) == set()
+
+
+def test_a_refused_start_leaves_the_folders_that_were_there(tmp_path: Path):
+    (tmp_path / "one").mkdir()
+    enter(config(tmp_path))
+    assert contents(tmp_path) == {"one", "one/.lock"}
+    enter(config(tmp_path))
+    assert contents(tmp_path) == {"one", "one/.lock"}
+
+
+@pytest.mark.parametrize("used", ["run.json", "checkpoints/latest", "checkpoints/step_00000001/"])
+def test_a_folder_with_something_in_it_stays_with_its_lock(tmp_path: Path, used: str):
+    with own_folders(config(tmp_path), is_main=True):
+        path = tmp_path / "one" / used
+        path.mkdir() if used.endswith("/") else path.touch()
+    assert (tmp_path / "one" / used).exists()
+    assert (tmp_path / "one" / lock.NAME).exists()
+    assert (path.parent / lock.NAME).exists()
+
+
+def test_a_start_that_finds_the_checkpoints_in_use_leaves_no_folder_of_its_own(tmp_path: Path):
+    first, second = (config(tmp_path, name=name, ckpt_dir=tmp_path / "shared") for name in ("one", "two"))
+    with own_folders(first, is_main=True):
+        before = contents(tmp_path)
+        with pytest.raises(ConfigError, match="in use"):
+            enter(second)
+        assert contents(tmp_path) == before
+
+
+def test_without_locks_the_folder_stays_for_another_may_have_it(tmp_path: Path, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    enter(config(tmp_path))
+    assert (tmp_path / "one" / lock.NAME).exists()
 
 
 def test_runs_with_folders_of_their_own_do_not_meet(tmp_path: Path):

@@ -99,6 +99,31 @@ def test_it_waits_for_a_process_that_is_ending_and_says_so_once(tmp_path: Path, 
     )
 
 
+def test_one_who_waited_for_a_folder_that_was_removed_has_the_new_one(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(lock, "WAIT_S", 30.0)
+    folder, has_it, leave = tmp_path / "one", threading.Event(), threading.Event()
+
+    def second() -> None:
+        with locked("run.dir=runs", folder):
+            has_it.set()
+            leave.wait(30)
+
+    waiting = threading.Thread(target=second)
+    with locked("run.dir=runs", folder):
+        waiting.start()
+        time.sleep(0.2)
+        (folder / lock.NAME).unlink()
+        folder.rmdir()
+    assert has_it.wait(30)
+    monkeypatch.setattr(lock, "WAIT_S", 0.0)
+    try:
+        with pytest.raises(ConfigError, match="is in use"), locked("run.dir=runs", folder):
+            pass
+    finally:
+        leave.set()
+        waiting.join()
+
+
 def test_it_is_free_after_the_block_and_names_nobody(tmp_path: Path):
     for _ in range(2):
         with locked("run.dir=runs", tmp_path):
