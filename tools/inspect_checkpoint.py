@@ -7,8 +7,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_framework.checkpoint.convert.inspect import Progress
 
 DIFFERENT_EXIT_CODE = 1
 
@@ -55,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print the table of a checkpoint, or one tensor's numbers.
+    """Print the table of a checkpoint and how far training was, or one tensor's numbers.
 
     Args:
         arguments: Parsed.
@@ -64,7 +68,7 @@ def show(arguments: argparse.Namespace) -> None:
         CheckpointError: The checkpoint is missing, damaged or unsafe, or lacks the tensor.
     """
     from moe_framework.checkpoint.convert.formats import open_checkpoint
-    from moe_framework.checkpoint.convert.inspect import sample_of, statistics_of, table_of
+    from moe_framework.checkpoint.convert.inspect import progress_of, sample_of, statistics_of, table_of
 
     source, kind = open_checkpoint(arguments.path, allow_pickle=arguments.allow_pickle)
     try:
@@ -86,7 +90,7 @@ def show(arguments: argparse.Namespace) -> None:
         rows = table_of(source, statistics_of(source, names, workers=arguments.workers))
     finally:
         source.close()
-    _print_table(arguments.path, kind, rows, arguments.json)
+    _print_table(source.path, kind, progress_of(source), rows, arguments.json)
 
 
 def show_differences(arguments: argparse.Namespace) -> int:
@@ -143,9 +147,9 @@ def _print_entry(entry: dict[str, Any], as_json: bool) -> None:
         print(f"{key}: {value}")
 
 
-def _print_table(path: Path, kind: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+def _print_table(path: Path, kind: str, progress: "Progress", rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"path": str(path), "format": kind, "tensors": rows}, indent=1))
+        print(json.dumps({"path": str(path), "format": kind, **asdict(progress), "tensors": rows}, indent=1))
         return
     cells = [("tensor", "shape", "dtype", "stored in", "norm")]
     for row in rows:
@@ -154,7 +158,7 @@ def _print_table(path: Path, kind: str, rows: list[dict[str, Any]], as_json: boo
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    print(f"{path}: {kind}, {len(rows)} tensors")
+    print(f"{path}: {kind}, {len(rows)} tensors; {progress}")
 
 
 if __name__ == "__main__":

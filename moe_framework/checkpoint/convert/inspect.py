@@ -10,7 +10,9 @@ from torch import Tensor
 
 from moe_framework.checkpoint.convert.base import CheckpointFile, Region, TensorInfo, TensorSource
 from moe_framework.checkpoint.convert.check import check_tensors
+from moe_framework.checkpoint.convert.dcp_source import OPTIMIZER_PREFIX, DcpSource
 from moe_framework.checkpoint.convert.formats import keymap_of
+from moe_framework.checkpoint.convert.megatron_source import MegatronSource
 from moe_framework.checkpoint.convert.stream import for_each_part
 from moe_framework.checkpoint.convert.views import OurView
 from moe_framework.errors import CheckpointError
@@ -88,6 +90,38 @@ class Difference:
             largest = float(gap.abs().max())
             self.largest = largest if math.isnan(largest) else max(self.largest, largest)
             self.square_sum += float(gap.square().sum())
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training was when a checkpoint was saved.
+
+    Attributes:
+        step: Optimizer steps done; None where the format does not tell.
+        optimizer: Whether the optimizer's state is in it, without which no run goes on from it.
+    """
+
+    step: int | None
+    optimizer: bool
+
+    def __str__(self) -> str:
+        """Return it as a sentence's end."""
+        step = "" if self.step is None else f"step {self.step:,}, "
+        return step + ("with the optimizer's state" if self.optimizer else "without an optimizer's state")
+
+
+def progress_of(source: CheckpointFile) -> Progress:
+    """Return how far training was; no tensor is read.
+
+    Args:
+        source: The checkpoint.
+    """
+    if isinstance(source, DcpSource):
+        has_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in source.manifest.tensors)
+        return Progress(source.manifest.step, has_optimizer)
+    if isinstance(source, MegatronSource):
+        return Progress(source.iteration, source.has_optimizer)
+    return Progress(None, optimizer=False)
 
 
 def statistics_of(source: TensorSource, names: list[str], *, workers: int) -> dict[str, Statistics]:

@@ -41,6 +41,7 @@ class MegatronSource:
         path: The folder that is read.
         companions: Empty: Megatron keeps no files of Hugging Face.
         iteration: Training iterations that Megatron had done, 0 if it does not tell.
+        has_optimizer: Whether the checkpoint has the optimizer's tensors.
 
     Raises:
         CheckpointError: There is no complete checkpoint, or it is of another kind, damaged or unsafe; nothing was run.
@@ -59,6 +60,7 @@ class MegatronSource:
         self._given = dict(sizes or {})
         self._reader = ChunkReader(self.path, metadata)
         self._keys = _model_keys(self._reader.tensors())
+        self.has_optimizer = any(_NOT_MODEL.fullmatch(key) for key in self._reader.tensors())
 
     def tensors(self) -> dict[str, TensorInfo]:
         """The model's tensors by their keys."""

@@ -13,7 +13,7 @@ from moe_framework.config.schema import Config, ExpertsConfig, ModelConfig, Prec
 from moe_framework.moe.experts.choose import Choice
 from moe_framework.precision.policy import PrecisionPolicy
 from moe_framework.precision.recipes import RECIPES
-from tools.diagnosis import backends, software
+from tools.diagnosis import backends, report, software
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -128,6 +128,14 @@ def test_a_package_that_fails_to_import_is_described_by_its_error(tmp_path: Path
     assert software.import_problem("half_installed") == "failed to import (OSError: libx.so: no such file)"
     assert software.import_problem("never_installed.part") == "not installed"
     assert software.import_problem("json") is None
+
+
+def test_a_missing_megatron_core_keeps_nobody_from_training_or_converting():
+    (package,) = (one for one in software._PACKAGES if one[0] == "megatron-core")
+    absent = software.Package(package[0], None, "not installed", package[2], package[3])
+    ((name, version, text),) = report._software_rows(software.Software({}, (absent,), {}))
+    assert (name, version) == ("megatron-core", "not installed")
+    assert text == "only to compare with it, in benchmarks and tests; training and conversion do without"
 
 
 def test_transformer_engines_own_reasons_are_kept_by_mode():

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
+from moe_framework.checkpoint.convert.inspect import Progress, progress_of
 from moe_framework.checkpoint.convert.keymap_megatron import megatron_keymap
 from moe_framework.checkpoint.convert.megatron_source import MegatronSource, find_checkpoint
 from moe_framework.checkpoint.convert.views import OurView
@@ -62,7 +63,9 @@ def test_optimizer_is_not_offered_and_the_wrapper_prefix_is_dropped(tmp_path):
         "optimizer.state.exp_avg.module.output_layer.weight": torch.zeros(1),
         "chained_0.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param": torch.zeros(1),
     }
-    source = MegatronSource(save_torch_dist(tmp_path, tensors | optimizer))
+    source = MegatronSource(save_torch_dist(tmp_path / "run", tensors | optimizer))
+    assert progress_of(source) == Progress(7, optimizer=True)
+    assert progress_of(MegatronSource(save_torch_dist(tmp_path / "weights", tensors))) == Progress(7, optimizer=False)
     assert source.tensors().keys() == megatron_keymap(MIXTRAL).theirs.keys()
     assert torch.equal(source.read("output_layer.weight"), tensors["module.output_layer.weight"])
 
