@@ -1,121 +1,147 @@
-"""Whole runs on GPUs, through the documented command."""
+"""Whole runs on GPUs, through the documented command; with -s each test prints the differences that it found."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
-import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+from tests.gpu.training_runs import SAVED_STEP, STEPS, Rows, Run, Runs, needs
 
-ROOT = Path(__file__).parents[2]
-SHORT = ["train.max_steps=6", "optim.warmup_steps=2", "checkpoint.every=3", "eval.every=0"]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
+FP32 = ("parallel.ep=1", "precision.mode=fp32")
+BF16 = ("parallel.ep=1", "precision.mode=bf16")
+TE_BF16 = ("precision.mode=bf16", "experts.backend=te")
+TE_FP8 = ("precision.mode=fp8_current", "experts.backend=te")
 
-def _losses(directory: Path, num_ranks: int, *overrides: str) -> dict[int, float]:
-    return {step: row["loss"] for step, row in _rows(directory, num_ranks, *overrides).items()}
+EXACT = Run(FP32)
+EXACT_ON_CPU = Run((*FP32, "device=cpu"))
+EXACT_EP2 = Run(("parallel.ep=2", "precision.mode=fp32"), num_ranks=2)
+EXACT_DP2 = Run(FP32, num_ranks=2)
 
+DETERMINISTIC = Run((*BF16, "train.deterministic=true"))
+DETERMINISTIC_RESUMED = Run(DETERMINISTIC.overrides, resumes=DETERMINISTIC)
 
-def _rows(directory: Path, num_ranks: int, *overrides: str) -> dict[int, dict]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command += ["train_fsdp2_ep.py", "--config-name", "L0_sanity", "device=cuda", f"run.dir={directory}"]
-    environment = os.environ | {
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "NVSHMEM_DISABLE_NVLS": "1",
-        "UB_SKIPMC": "1",
-    }
-    done = subprocess.run(
-        [*command, *SHORT, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = (directory / "L0_sanity" / "metrics.jsonl").read_text().splitlines()
-    return {row["step"]: row for row in map(json.loads, lines)}
+GROUPED = Run((*BF16, "experts.backend=grouped_mm"))
+COMPILED = Run((*GROUPED.overrides, "train.compile=true"))
+COMPILED_SELECTIVE = Run((*COMPILED.overrides, "train.activation_checkpointing=selective"))
 
+SCALED_MM = Run(("parallel.ep=1", "precision.mode=fp8_current", "experts.backend=scaled_mm"))
+SCALED_MM_FULL = Run((*SCALED_MM.overrides, "train.activation_checkpointing=full"))
+SCALED_MM_EP2 = Run(("parallel.ep=2", *SCALED_MM.overrides[1:]), num_ranks=2)
 
-def test_fp32_on_a_gpu_equals_the_cpu(tmp_path):
-    gpu = _losses(tmp_path / "gpu", 1, "parallel.ep=1", "precision.mode=fp32")
-    cpu = _losses(tmp_path / "cpu", 1, "parallel.ep=1", "precision.mode=fp32", "device=cpu")
-    assert gpu.keys() == cpu.keys() == set(range(1, 7))
-    for step, loss in gpu.items():
-        assert loss == pytest.approx(cpu[step], rel=1e-5)
-
-
-def test_bf16_follows_fp32_and_resumes_bit_for_bit_when_deterministic(tmp_path):
-    deterministic = ("parallel.ep=1", "precision.mode=bf16", "train.deterministic=true")
-    whole = _losses(tmp_path / "whole", 1, *deterministic)
-    exact = _losses(tmp_path / "fp32", 1, "parallel.ep=1", "precision.mode=fp32")
-    for step, loss in whole.items():
-        assert loss == pytest.approx(exact[step], rel=5e-3)
-    saved = tmp_path / "whole" / "L0_sanity" / "checkpoints" / "step_00000003"
-    resumed = _losses(tmp_path / "resumed", 1, *deterministic, f"checkpoint.resume={saved}")
-    assert resumed == {step: loss for step, loss in whole.items() if step > 3}
+TE = Run(("parallel.ep=1", *TE_BF16))
+TE_EP2 = Run(("parallel.ep=2", *TE_BF16), num_ranks=2)
+FP8 = Run(("parallel.ep=1", *TE_FP8))
+FP8_EP2 = Run(("parallel.ep=2", *TE_FP8), num_ranks=2)
+FP8_RESUMED_IN_BF16 = Run(GROUPED.overrides, resumes=FP8)
+# The rates of the first two steps are those of the warmup, so that the figures of three don't depend on max_steps.
+FP8_SELECTIVE, FP8_FULL = (
+    Run((*FP8.overrides, "train.max_steps=3", f"train.activation_checkpointing={mode}"))
+    for mode in ("selective", "full")
+)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_equal_one_in_fp32_at_ep_2_and_at_dp_2(tmp_path):
-    one = _rows(tmp_path / "one", 1, "parallel.ep=1", "precision.mode=fp32")
-    for layout in ("parallel.ep=2", "parallel.ep=1"):
-        two = _rows(tmp_path / layout.replace("=", "_"), 2, layout, "precision.mode=fp32")
-        assert two.keys() == one.keys()
-        # Adam hides the scale of a gradient from the loss; the norm before any step does not.
-        assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-5), layout
-        for step, row in two.items():
-            assert row["loss"] == pytest.approx(one[step]["loss"], rel=1e-5), (layout, step)
+@pytest.fixture(scope="session")
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Run], Rows]]:
+    """What a run wrote, by step; all runs that the session's tests need are started before the first test."""
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    try:
+        for item in request.session.items:
+            for run in getattr(getattr(item, "function", None), "runs", ()):
+                if run.obstacle() is None:
+                    runs.start(run)
+        yield runs.rows
+    finally:
+        runs.close()
 
 
-def test_te_trains_like_grouped_mm_under_fsdp_and_a_checkpoint_crosses_backends_and_precisions(tmp_path):
-    pytest.importorskip("transformer_engine")
-    one_rank = ("parallel.ep=1", "precision.mode=bf16")
-    grouped = _losses(tmp_path / "grouped", 1, *one_rank, "experts.backend=grouped_mm")
-    te = _losses(tmp_path / "te", 1, *one_rank, "experts.backend=te")
-    fp8 = _losses(tmp_path / "fp8", 1, "parallel.ep=1", "precision.mode=fp8_current", "experts.backend=te")
-    for step, loss in grouped.items():
-        assert te[step] == pytest.approx(loss, rel=2e-3)
-        assert fp8[step] == pytest.approx(loss, rel=1e-2)
-    saved = tmp_path / "fp8" / "L0_sanity" / "checkpoints" / "step_00000003"
-    resumed = _losses(tmp_path / "resumed", 1, *one_rank, "experts.backend=grouped_mm", f"checkpoint.resume={saved}")
-    assert sorted(resumed) == [4, 5, 6]
-    for step, loss in resumed.items():
-        assert loss == pytest.approx(fp8[step], rel=1e-2)
+# First, because these runs take longest.
+@needs(GROUPED, COMPILED, COMPILED_SELECTIVE)
+@pytest.mark.parametrize("compiled", [COMPILED, COMPILED_SELECTIVE], ids=["none", "selective"])
+def test_compiled_blocks_loss_and_optimizer_train_as_eager_ones(rows, compiled):
+    eager, found = rows(GROUPED), rows(compiled)
+    # Fused, intermediate values keep fp32 where eager operations round to bf16 (2^-9 each). What is computed again
+    # under activation checkpointing are the same values, so one eager run is compared with both.
+    compare(found, eager, "grad_norm", rel=4e-3, steps=[1])
+    compare(found, eager, "loss", rel=2e-3)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("mode", ["bf16", "fp8_current"])
-def test_te_with_experts_on_two_gpus_equals_one(tmp_path, mode):
-    pytest.importorskip("transformer_engine")
-    settings = (f"precision.mode={mode}", "experts.backend=te")
-    one = _rows(tmp_path / "one", 1, "parallel.ep=1", *settings)
-    two = _rows(tmp_path / "two", 2, "parallel.ep=2", *settings)
-    # Two bf16 roundings (2^-9 each) differ where sums are split; an FP8 scale per rank instead of one moves each
-    # factor by up to half of 2^-3, which averages out over the 128 terms of a sum. A factor of two would not pass.
-    assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=4e-3 if mode == "bf16" else 2e-2)
-    for step, row in two.items():
-        assert row["loss"] == pytest.approx(one[step]["loss"], rel=2e-3 if mode == "bf16" else 1e-2), step
+@needs(EXACT, DETERMINISTIC, DETERMINISTIC_RESUMED)
+def test_bf16_follows_fp32_and_resumes_bit_for_bit_when_deterministic(rows):
+    whole, resumed = rows(DETERMINISTIC), rows(DETERMINISTIC_RESUMED)
+    compare(whole, rows(EXACT), "loss", rel=5e-3)
+    assert sorted(resumed) == list(STEPS[SAVED_STEP:])
+    compare(resumed, whole, "loss", rel=0.0, steps=resumed)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_te_under_activation_checkpointing_trains_as_without(tmp_path, mode):
-    pytest.importorskip("transformer_engine")
-    settings = ("parallel.ep=1", "precision.mode=fp8_current", "experts.backend=te", "train.max_steps=3")
-    plain = _rows(tmp_path / "plain", 1, *settings)
-    checkpointed = _rows(tmp_path / mode, 1, *settings, f"train.activation_checkpointing={mode}")
-    assert checkpointed.keys() == plain.keys()
-    for step, row in checkpointed.items():
-        # The recomputed values are the same bits; only the order of atomic sums on the GPU may differ.
-        assert row["loss"] == pytest.approx(plain[step]["loss"], rel=1e-4)
-        assert row["grad_norm"] == pytest.approx(plain[step]["grad_norm"], rel=1e-3)
+@needs(GROUPED, TE, FP8, FP8_RESUMED_IN_BF16)
+def test_te_trains_like_grouped_mm_under_fsdp_and_a_checkpoint_crosses_backends_and_precisions(rows):
+    compare(rows(TE), rows(GROUPED), "loss", rel=2e-3)
+    compare(rows(FP8), rows(GROUPED), "loss", rel=1e-2)
+    resumed = rows(FP8_RESUMED_IN_BF16)
+    assert sorted(resumed) == list(STEPS[SAVED_STEP:])
+    compare(resumed, rows(FP8), "loss", rel=1e-2, steps=resumed)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
-def test_compiled_blocks_loss_and_optimizer_train_as_eager_ones(tmp_path, checkpointing):
-    settings = ("parallel.ep=1", "precision.mode=bf16", f"train.activation_checkpointing={checkpointing}")
-    eager = _rows(tmp_path / "eager", 1, *settings)
-    compiled = _rows(tmp_path / "compiled", 1, *settings, "train.compile=true")
-    # Fused, intermediate values keep fp32 where eager operations round to bf16 (2^-9 each).
-    assert compiled[1]["grad_norm"] == pytest.approx(eager[1]["grad_norm"], rel=4e-3)
-    for step, row in compiled.items():
-        assert row["loss"] == pytest.approx(eager[step]["loss"], rel=2e-3), step
+@needs(EXACT, EXACT_ON_CPU)
+def test_fp32_on_a_gpu_equals_the_cpu(rows):
+    gpu, cpu = rows(EXACT), rows(EXACT_ON_CPU)
+    assert gpu.keys() == cpu.keys() == set(STEPS)
+    compare(gpu, cpu, "loss", rel=1e-5)
+
+
+@needs(EXACT, EXACT_EP2, EXACT_DP2)
+@pytest.mark.parametrize("layout", [EXACT_EP2, EXACT_DP2], ids=["ep=2", "dp=2"])
+def test_two_gpus_equal_one_in_fp32(rows, layout):
+    one, two = rows(EXACT), rows(layout)
+    assert two.keys() == one.keys()
+    # Adam hides the scale of a gradient from the loss; the norm before any step does not.
+    compare(two, one, "grad_norm", rel=1e-5, steps=[1])
+    compare(two, one, "loss", rel=1e-5)
+
+
+# Two bf16 roundings (2^-9 each) differ where sums are split; an FP8 scale per rank instead of one moves each factor by
+# up to half of 2^-3, which averages out over the 128 terms of a sum. A factor of two would not pass.
+@needs(TE, TE_EP2, FP8, FP8_EP2, SCALED_MM, SCALED_MM_EP2)
+@pytest.mark.parametrize(
+    ("on_one", "on_two", "norm_rel", "loss_rel"),
+    [(TE, TE_EP2, 4e-3, 2e-3), (FP8, FP8_EP2, 2e-2, 1e-2), (SCALED_MM, SCALED_MM_EP2, 2e-2, 1e-2)],
+    ids=["te-bf16", "te-fp8_current", "scaled_mm-fp8_current"],
+)
+def test_experts_on_two_gpus_equal_those_on_one(rows, on_one, on_two, norm_rel, loss_rel):
+    one, two = rows(on_one), rows(on_two)
+    compare(two, one, "grad_norm", rel=norm_rel, steps=[1])
+    compare(two, one, "loss", rel=loss_rel)
+
+
+@needs(FP8, FP8_SELECTIVE, FP8_FULL)
+@pytest.mark.parametrize("checkpointed", [FP8_SELECTIVE, FP8_FULL], ids=["selective", "full"])
+def test_te_under_activation_checkpointing_trains_as_without(rows, checkpointed):
+    plain, found = rows(FP8), rows(checkpointed)
+    assert found.keys() == {1, 2, 3}
+    # The recomputed values are the same bits; only the order of atomic sums on the GPU may differ.
+    compare(found, plain, "loss", rel=1e-4, steps=found)
+    compare(found, plain, "grad_norm", rel=1e-3, steps=found)
+
+
+@needs(SCALED_MM, SCALED_MM_FULL, GROUPED)
+def test_scaled_mm_trains_like_bf16_and_recomputes_to_the_same(rows):
+    compare(rows(SCALED_MM), rows(GROUPED), "loss", rel=1e-2)
+    # Nothing is kept from the recomputation, so that only the order of atomic sums on the GPU may differ.
+    compare(rows(SCALED_MM_FULL), rows(SCALED_MM), "loss", rel=1e-4)
+    compare(rows(SCALED_MM_FULL), rows(SCALED_MM), "grad_norm", rel=1e-3)
+
+
+@needs(SCALED_MM, FP8)
+def test_scaled_mm_rounds_as_transformer_engine_does(rows):
+    compare(rows(SCALED_MM), rows(FP8), "grad_norm", rel=1e-2, steps=[1])
+    compare(rows(SCALED_MM), rows(FP8), "loss", rel=2e-3)
+
+
+def compare(found: Rows, expected: Rows, key: str, *, rel: float, steps: Iterable[int] = STEPS) -> None:
+    """Print the relative differences of a figure at these steps, and fail if one is larger than allowed."""
+    differences = {step: abs(found[step][key] - expected[step][key]) / abs(expected[step][key]) for step in steps}
+    text = ", ".join(f"{difference:.1e} at step {step}" for step, difference in differences.items())
+    print(f"{key} differs by {text}; allowed: {rel:.1e}")
+    for step, difference in differences.items():
+        assert difference <= rel, f"{key} at step {step}: {found[step][key]}, expected {expected[step][key]}"
