@@ -1,6 +1,7 @@
 """The results of `expert-block --shape` as Markdown, as JSON, and as a bar chart."""
 
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,8 +58,9 @@ def write_chart(report: RatesReport, file: Path) -> None:
     for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
         rows = [row for row in report.rows if row.shape == shape and row.flops is not None][::-1]
         bars = axes.barh(
-            [row.contender for row in rows],
+            range(len(rows)),  # a contender may be there twice
             [(row.flops or 0.0) / 1e12 for row in rows],
+            tick_label=[row.contender for row in rows],
             color=[COLORS[0] if row.is_peer else COLORS[1] for row in rows],
         )
         axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=3)
@@ -67,6 +69,6 @@ def write_chart(report: RatesReport, file: Path) -> None:
                 axes.axvline(rate / 1e12, linestyle=style, color="#444444", linewidth=1, label=f"dense {name}")
         axes.set(title=shape, xlabel="TFLOP/s")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
-    figure.suptitle(report.machine.sentence(), fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2)
+    figure.suptitle(textwrap.fill(report.machine.sentence(), 75 * len(shapes)), fontsize=8)
     figure.savefig(file, dpi=110)
