@@ -15,7 +15,7 @@ from moe_framework.precision.modes import AUTO8, EMULATED, MODES, TARGETS, Capab
 NUCLEOTIDE_VOCAB_SIZE = 8
 
 # torch.nn.functional.grouped_mm refuses strides that are not multiples of this.
-_GROUPED_MM_ALIGNMENT_BYTES = 16
+_ALIGNMENT_BYTES = 16
 
 _LARGEST_SEED = 2**63 - 1
 _LONGEST_FILE_NAME_BYTES = 255
@@ -155,11 +155,8 @@ def backend_violations(config: Config) -> Iterator[str]:
         )
     if config.experts.backend in ("te", "scaled_mm") and "cpu" in (config.device, config.hardware.target):
         yield f"experts.backend={config.experts.backend} needs a CUDA device. Set experts.backend=auto."
-    elif config.experts.backend == "scaled_mm" and config.precision.mode not in ("fp8_current", "auto8"):
-        yield (
-            f"experts.backend=scaled_mm computes in fp8_current alone, not precision.mode={config.precision.mode}. "
-            f"Set experts.backend=auto, or precision.mode=fp8_current."
-        )
+    elif config.experts.backend == "scaled_mm":
+        yield from _scaled_mm_violations(config)
     if config.experts.backend in ("loop", "grouped_mm", "sequential") and config.precision.mode not in ("fp32", "bf16"):
         yield (
             f"experts.backend={config.experts.backend} computes in bf16, so precision.mode={config.precision.mode} "
@@ -170,20 +167,38 @@ def backend_violations(config: Config) -> Iterator[str]:
     if config.experts.backend != "grouped_mm":
         return
     mode = config.precision.mode
-    alignment = _GROUPED_MM_ALIGNMENT_BYTES // (4 if mode == "fp32" else 2)
-    for path, parts in (("model.hidden_size", 1), ("model.intermediate_size", max(config.parallel.expert_tp, 1))):
-        size, multiple = attrgetter(path)(config), alignment * parts
-        if size >= 1 and size % multiple:
-            yield (
-                f"{path}={size} must be a multiple of {multiple} for experts.backend=grouped_mm in {mode}, which needs "
-                f"strides of {_GROUPED_MM_ALIGNMENT_BYTES} bytes. Use {either(near_multiples(size, multiple))}, "
-                f"or experts.backend=loop."
-            )
+    needs = f"experts.backend=grouped_mm in {mode}, which needs strides of {_ALIGNMENT_BYTES} bytes"
+    yield from _width_violations(config, _ALIGNMENT_BYTES // (4 if mode == "fp32" else 2), needs, "loop")
     if config.device == "cuda" and mode == "fp32":
         yield (
             f"experts.backend=grouped_mm on device=cuda computes in bf16 only, not precision.mode={mode}. "
             f"Use precision.mode=bf16 or experts.backend=loop."
         )
+
+
+def _scaled_mm_violations(config: Config) -> Iterator[str]:
+    mode = config.precision.mode
+    capability = TARGETS.get(config.hardware.target)
+    known = mode == AUTO8 and capability is not None and capability >= (9, 0)
+    meant = resolve_mode(mode, capability, "") if known else mode
+    if meant not in ("fp8_current", AUTO8):
+        there = "" if meant == mode else f", which is {meant} on hardware.target={config.hardware.target}"
+        yield (
+            f"experts.backend=scaled_mm computes in fp8_current alone, not precision.mode={mode}{there}. "
+            f"Set experts.backend=auto, or precision.mode=fp8_current."
+        )
+    needs = f"experts.backend=scaled_mm, whose FP8 products need strides of {_ALIGNMENT_BYTES} bytes"
+    yield from _width_violations(config, _ALIGNMENT_BYTES, needs, "auto")
+
+
+def _width_violations(config: Config, alignment: int, needs: str, other: str) -> Iterator[str]:
+    for path, parts in (("model.hidden_size", 1), ("model.intermediate_size", max(config.parallel.expert_tp, 1))):
+        size, multiple = attrgetter(path)(config), alignment * parts
+        if size >= 1 and size % multiple:
+            yield (
+                f"{path}={size} must be a multiple of {multiple} for {needs}. "
+                f"Use {either(near_multiples(size, multiple))}, or experts.backend={other}."
+            )
 
 
 def _bf16_layers_violations(config: Config) -> Iterator[str]:

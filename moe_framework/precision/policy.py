@@ -18,7 +18,7 @@ class PrecisionPolicy:
         mode: A key of `modes.MODES`.
         compute_dtype: Of activations and of the gathered parameters.
         reduce_dtype: Of gradient sums between ranks.
-        te_recipe: How Transformer Engine quantizes the experts' products; None where it does not.
+        te_recipe: How Transformer Engine quantizes the experts' products; None in modes that it does not have.
     """
 
     mode: str

@@ -17,13 +17,13 @@ from moe_framework.moe.dispatch.all_to_all import AllToAllDispatcher
 from moe_framework.moe.dispatch.base import TokenDispatcher
 from moe_framework.moe.dispatch.local import LocalDispatcher
 from moe_framework.moe.dispatch.width import WidthDispatcher
-from moe_framework.moe.experts.choose import Choice, ExpertShape, choose_experts, make_backend
+from moe_framework.moe.experts.choose import PLAIN_INSTEAD, Choice, ExpertShape, choose_experts, make_backend
 from moe_framework.moe.experts.layer import GroupedExperts
 from moe_framework.moe.layer import MoELayer
 from moe_framework.moe.router import TopKRouter
 from moe_framework.parallel.apply import apply_parallel
 from moe_framework.precision.linear import quantize_linears
-from moe_framework.precision.modes import EMULATED, MODES
+from moe_framework.precision.modes import MODES
 from moe_framework.precision.policy import DTYPES, PrecisionPolicy, precision_policy
 
 logger = logging.getLogger(__name__)
@@ -163,14 +163,15 @@ def _quantize_attention(model: Decoder, config: Config, policy: PrecisionPolicy)
 
 def expert_shape(config: Config) -> ExpertShape:
     """Return the work of one layer's experts on one rank."""
-    sizes = config.model
-    num_tokens = config.train.micro_batch_size * config.data.seq_length // config.parallel.tp
+    sizes, parallel = config.model, config.parallel
+    num_tokens = config.train.micro_batch_size * config.data.seq_length // parallel.tp
     return ExpertShape(
-        num_local_experts=sizes.num_experts // config.parallel.ep,
+        num_local_experts=sizes.num_experts // parallel.ep,
         hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size // config.parallel.expert_tp,
-        num_rows=num_tokens * config.parallel.expert_tp * sizes.top_k,
-        expert_tp=config.parallel.expert_tp,
+        intermediate_size=sizes.intermediate_size // parallel.expert_tp,
+        num_rows=num_tokens * parallel.expert_tp * sizes.top_k,
+        expert_tp=parallel.expert_tp,
+        float32_weights=parallel.dp == 1 and parallel.tp == parallel.expert_tp,
     )
 
 
@@ -179,7 +180,7 @@ def _layer_format(config: Config, layer: int, policy: PrecisionPolicy, choice: C
     if policy.mode in DTYPES or _is_quantized(config, layer, policy):
         return policy, choice.name
     plain = PrecisionPolicy("bf16", policy.compute_dtype, policy.reduce_dtype)
-    return plain, "grouped_mm" if choice.name == EMULATED else choice.name
+    return plain, PLAIN_INSTEAD.get(choice.name, choice.name)
 
 
 def _is_quantized(config: Config, layer: int, policy: PrecisionPolicy) -> bool:

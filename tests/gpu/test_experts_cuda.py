@@ -74,7 +74,8 @@ def _in_bf16(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [*(tensor.bfloat16() for tensor in tensors[:3]), tensors[3]]
 
 
-CASES = [("grouped_mm", "bf16"), *(("te", mode) for mode in MODES if mode not in ("fp32", "mxfp8_emulated"))]
+CASES = [("grouped_mm", "bf16"), ("sequential", "bf16"), ("scaled_mm", "fp8_current")]
+CASES += [("te", mode) for mode in MODES if mode not in ("fp32", "mxfp8_emulated")]
 
 
 @pytest.mark.parametrize(("name", "mode"), [*CASES, ("mxfp8_emulated", "mxfp8_emulated")])
@@ -106,6 +107,23 @@ def test_rank_without_tokens_gets_zero_gradients(name, mode):
     assert ours["out"].shape == (0, D)
     assert not ours["gate_up"].any()
     assert not ours["down"].any()
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_scaled_mm_of_one_expert_takes_a_gradient_that_is_one_row_repeated(weights: torch.dtype):
+    generator = torch.Generator("cuda").manual_seed(7)
+    shapes = ((1, 2 * F, D), (1, D, F), (300, D))
+    gate_up, down, rows = (0.1 * torch.randn(shape, device="cuda", generator=generator) for shape in shapes)
+    probs, counts = torch.rand(300, device="cuda", generator=generator), torch.tensor([300], device="cuda")
+    cotangent = torch.randn(1, D, device="cuda", generator=generator).expand(300, D)
+    exact = _run(loop_experts, [gate_up, down, rows, probs], counts, cotangent)
+    backend = make_backend(
+        "scaled_mm", ExpertShape(1, D, F, 300), precision_policy("fp8_current", torch.device("cuda"))
+    )
+    inputs = [gate_up.to(weights), down.to(weights), rows.bfloat16(), probs]
+    ours = _run(backend, inputs, counts, cotangent.bfloat16())
+    for quantity, bound in _bounds("fp8_current").items():
+        assert _relative(ours[quantity], exact[quantity]) < bound, quantity
 
 
 def test_te_gradients_reach_the_stacked_weight_without_a_copy():

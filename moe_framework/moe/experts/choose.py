@@ -24,9 +24,13 @@ BACKENDS: dict[str, ExpertBackend] = {
     "grouped_mm": grouped_mm_experts,
     "sequential": sequential_experts,
 }
-# The modes that a backend quantizes by itself, without Transformer Engine.
+# Those that quantize by themselves, each in one mode; and what computes a layer of theirs that stays in bf16.
 SCALED_MM_MODE = "fp8_current"
-QUANTIZED: dict[str, ExpertBackend] = {"scaled_mm": scaled_mm_experts, EMULATED: mxfp8_emulated_experts}
+QUANTIZED: dict[str, tuple[str, ExpertBackend]] = {
+    "scaled_mm": (SCALED_MM_MODE, scaled_mm_experts),
+    EMULATED: (EMULATED, mxfp8_emulated_experts),
+}
+PLAIN_INSTEAD = {"scaled_mm": "sequential", EMULATED: "grouped_mm"}
 
 
 _CANDIDATES = {"cuda": ("te", "scaled_mm", "grouped_mm", "sequential"), "cpu": ("te", "grouped_mm")}
@@ -42,6 +46,7 @@ class ExpertShape:
         intermediate_size: F of the rank's slice of them.
         num_rows: Token copies R that a micro-batch brings, when load is even.
         expert_tp: Ranks that share the whole width.
+        float32_weights: Whether the backend gets the master weights, as where no other rank shares them.
     """
 
     num_local_experts: int
@@ -49,6 +54,7 @@ class ExpertShape:
     intermediate_size: int
     num_rows: int
     expert_tp: int = 1
+    float32_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ def make_backend(name: str, shape: ExpertShape, policy: PrecisionPolicy) -> Expe
 
     Raises:
         DependencyError: Its package cannot be imported.
+        ConfigError: It quantizes in another mode than the policy's.
     """
     if name == "te":
         return TransformerEngineExperts(
@@ -85,7 +92,12 @@ def make_backend(name: str, shape: ExpertShape, policy: PrecisionPolicy) -> Expe
             intermediate_size=shape.intermediate_size,
             recipe=policy.te_recipe,
         )
-    return (BACKENDS | QUANTIZED)[name]
+    if name in BACKENDS:
+        return BACKENDS[name]
+    mode, backend = QUANTIZED[name]
+    if policy.mode != mode:
+        raise ConfigError(f"experts.backend={name} computes in {mode} alone, not in {policy.mode}.")
+    return backend
 
 
 def choose_experts(
@@ -101,7 +113,7 @@ def choose_experts(
 
     `auto` takes the only one that can compute the shapes, or, where there are several, times them on this device.
     A named backend never drops the quantization that was asked for; a measurement may, where bf16 is faster, as for
-    many small experts on Hopper.
+    many small experts on Hopper. A run that trained quantized goes on so.
 
     Args:
         name: `experts.backend`.
@@ -126,17 +138,23 @@ def choose_experts(
         if policy.te_recipe is not None and name in BACKENDS:
             raise ConfigError(
                 f"experts.backend={name} computes in bf16, so precision.mode={policy.mode} would not be quantized. "
-                "Set experts.backend=te or auto, or precision.mode=bf16."
+                "Set experts.backend=auto, or precision.mode=bf16."
             )
         return Choice(name, "set in the configuration")
     if policy.mode == EMULATED:
         if (obstacle := obstacles[EMULATED]) is not None:
             raise _error(f"precision.mode={EMULATED} cannot be used: {obstacle}.", obstacle)
         return Choice(EMULATED, "the precision mode's own backend")
-    if policy.te_recipe is not None and obstacles["scaled_mm"] is not None and (obstacle := obstacles["te"]):
-        raise _error(f"precision.mode={policy.mode} is computed by Transformer Engine: {obstacle}.", obstacle)
     candidates = [name for name in _CANDIDATES[device.type] if name != "scaled_mm" or policy.mode == SCALED_MM_MODE]
     usable = [candidate for candidate in candidates if obstacles[candidate] is None]
+    if policy.te_recipe is not None:
+        quantizing = [candidate for candidate in candidates if candidate not in BACKENDS]
+        if not set(quantizing) & set(usable):
+            # What needs no package comes last, and so does what would still stand in its way.
+            obstacle = obstacles[quantizing[-1]]
+            raise _error(f"precision.mode={policy.mode} cannot be used: {obstacle}.", obstacle or "")
+        if preferred in quantizing and preferred not in usable:
+            usable = [candidate for candidate in usable if candidate in quantizing]
     if not usable:
         return Choice("loop", f"grouped_mm cannot be used: {obstacles['grouped_mm']}")
     if len(usable) == 1:
@@ -164,9 +182,16 @@ def _fastest(names: list[str], shape: ExpertShape, policy: PrecisionPolicy, devi
             intermediate_size=shape.intermediate_size,
             num_rows=shape.num_rows,
             dtype=policy.compute_dtype,
+            weight_dtype=torch.float32 if shape.float32_weights else policy.compute_dtype,
             device=device,
         )
     best = min(times, key=times.__getitem__)
+    quantizing = [name for name in names if name not in BACKENDS] if policy.te_recipe is not None else []
+    if quantizing and all(times[name] == float("inf") for name in quantizing):
+        raise ConfigError(
+            f"precision.mode={policy.mode}: {' and '.join(quantizing)} failed on this device; the log says why. "
+            "Set precision.mode=bf16, or make the micro-batch smaller."
+        )
     if times[best] == float("inf"):
         raise ConfigError(
             f"experts.backend=auto: none of {', '.join(names)} computes these experts on this device; the log says "

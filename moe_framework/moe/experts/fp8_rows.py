@@ -27,8 +27,9 @@ class Fp8Rows:
     Attributes:
         rows: [R, C].
         transposed: Flat; one expert's [C, n] after the other, n its number of rows padded with zeros to a multiple of
-            `ALIGNMENT`, and a rest without meaning; empty where it was not asked for.
-        factors: [e, 4] float32; an expert's values are its FP8 numbers times its first factor.
+            `ALIGNMENT`, and a rest without meaning; empty where it was not asked for, or R is 0.
+        factors: [e, 4] float32; an expert's values are its FP8 numbers times its first factor. The others, and those
+            of an expert without rows, have no meaning.
     """
 
     rows: Tensor
@@ -52,7 +53,7 @@ def cast_rows(x_RC: Tensor, counts_e: Tensor, dtype: torch.dtype, *, transposed:
     if x_RC.is_cuda:
         from moe_framework.moe.kernels.fp8 import launch_cast
 
-        launch_cast(x_RC.contiguous(), counts_e, out)
+        launch_cast(x_RC, counts_e, out)
     else:
         _cast(x_RC, counts_e, out)
     return out
@@ -64,7 +65,7 @@ def cast_swiglu(gate_up_R2F: Tensor, probs_R: Tensor, counts_e: Tensor, *, trans
     if gate_up_R2F.is_cuda:
         from moe_framework.moe.kernels.fp8 import launch_swiglu_cast
 
-        launch_swiglu_cast(gate_up_R2F, probs_R.contiguous(), counts_e, out)
+        launch_swiglu_cast(gate_up_R2F, probs_R, counts_e, out)
     else:
         _cast(scaled_swiglu(gate_up_R2F.float(), probs_R), counts_e, out)
     return out
@@ -88,8 +89,8 @@ def cast_swiglu_gradient(
     if gate_up_R2F.is_cuda:
         from moe_framework.moe.kernels.fp8 import launch_swiglu_gradient_cast
 
-        grad_probs_R = torch.empty_like(probs_R)
-        launch_swiglu_gradient_cast(grad_RF, gate_up_R2F, probs_R.contiguous(), counts_e, grad_probs_R, out)
+        grad_probs_R = probs_R.new_empty(probs_R.shape)
+        launch_swiglu_gradient_cast(grad_RF, gate_up_R2F, probs_R, counts_e, grad_probs_R, out)
         return out, grad_probs_R
     with torch.enable_grad():
         leaves = gate_up_R2F.detach().float().requires_grad_(), probs_R.detach().requires_grad_()
@@ -119,7 +120,7 @@ def _empty(like: Tensor, shape: Sequence[int], counts_e: Tensor, dtype: torch.dt
 
 
 def _cast(x_RC: Tensor, counts_e: Tensor, out: Fp8Rows) -> None:
-    """Fill what `_empty` made, as the kernels do."""
+    """Fill what `_empty` made, as the kernels do; but a NaN makes all of its expert's numbers NaN."""
     counts, most = counts_e.tolist(), torch.finfo(out.rows.dtype).max
     transposed = transposed_groups(out.transposed, out.rows.shape[1], counts) if out.transposed.numel() else None
     for x, rows, factor in zip(x_RC.split(counts), out.rows.split(counts), out.factors, strict=True):

@@ -22,6 +22,7 @@ def milliseconds(
     intermediate_size: int,
     num_rows: int,
     dtype: torch.dtype,
+    weight_dtype: torch.dtype,
     device: torch.device,
 ) -> float:
     """Time a backend's forward and backward on random rows, spread evenly over the experts.
@@ -33,7 +34,8 @@ def milliseconds(
         hidden_size: D.
         intermediate_size: F.
         num_rows: R.
-        dtype: Of weights and rows.
+        dtype: Of the rows.
+        weight_dtype: Of the weights.
         device: A CUDA device.
 
     Returns:
@@ -41,12 +43,12 @@ def milliseconds(
     """
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator).mul_(0.02).requires_grad_()
 
     try:
-        gate_up = random(num_local_experts, 2 * intermediate_size, hidden_size)
-        down = random(num_local_experts, hidden_size, intermediate_size)
+        gate_up = random(num_local_experts, 2 * intermediate_size, hidden_size, dtype=weight_dtype)
+        down = random(num_local_experts, hidden_size, intermediate_size, dtype=weight_dtype)
         rows, cotangent = random(num_rows, hidden_size), random(num_rows, hidden_size).detach()
         probs = torch.rand(num_rows, device=device, generator=generator).requires_grad_()
         counts = torch.full((num_local_experts,), num_rows // num_local_experts, device=device)

@@ -3,14 +3,17 @@
 Scales and formats are those of Transformer Engine's `Float8CurrentScaling`: one scale per expert for its rows and one
 for its weight, from their largest value; E4M3 forward, E5M2 for gradients; backward's products leave the tensor cores'
 short accumulators early. What differs is what stands around the products: `fp8_rows.py` casts the rows of all experts
-at once, computes SwiGLU on the way and pads no group, and reads float32 weights as they are. All of that is launched
-before the host waits for the counts, so that the device works meanwhile.
+at once, computes SwiGLU on the way and pads no group, and reads float32 weights as they are.
+
+Backward needs the weights transposed, so that a copy of them, one byte each, lives from forward to backward, also where
+FSDP frees what it gathered; `train.activation_checkpointing=full` makes it anew instead.
 """
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_framework.moe.experts.fp8_rows import (
     GRADIENTS,
@@ -29,13 +32,14 @@ def scaled_mm_experts(
     gate_up: Tensor, down: Tensor, rows_RD: Tensor, probs_R: Tensor, tokens_per_expert: Tensor
 ) -> Tensor:
     """Apply the experts; see `ExpertBackend`. D and F are multiples of `WIDTH_ALIGNMENT`. Waits for the counts."""
-    return _Experts.apply(gate_up, down, rows_RD, probs_R, tokens_per_expert)  # pyright: ignore[reportReturnType]
+    # Inside, grad mode is off, and the inputs' own flags say nothing of it.
+    learning = torch.is_grad_enabled()
+    return _Experts.apply(gate_up, down, rows_RD, probs_R, tokens_per_expert, learning)  # pyright: ignore
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, down, rows_RD, probs_R, counts_e):
-        learning = any(ctx.needs_input_grad)
+    def forward(ctx, gate_up, down, rows_RD, probs_R, counts_e, learning):
         gate_up_8, gate_up_t, gate_up_factors = _cast_weight(gate_up, transposed=learning)
         down_8, down_t, down_factors = _cast_weight(down, transposed=learning)
         rows_8 = cast_rows(rows_RD, counts_e, VALUES, transposed=learning)
@@ -51,6 +55,7 @@ class _Experts(torch.autograd.Function):
         return out_RD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_RD):  # pyright: ignore[reportIncompatibleMethodOverride]
         gate_up_R2F, probs_R, counts_e, gate_up_t, gate_up_factors, down_t, down_factors, *values = ctx.saved_tensors
         rows_t, row_factors, hidden_t, hidden_factors = values
@@ -64,12 +69,13 @@ class _Experts(torch.autograd.Function):
         grad_rows = scaled_products(grad_8.rows, grad_8.factors, gate_up_t, gate_up_factors, counts, dtype, False)
         shape = gate_up_t.shape[0], gate_up_t.shape[2], gate_up_t.shape[1]
         grad_gate_up = _weight_gradients(grad_8, rows_t, row_factors, counts, shape, weight_dtype)
-        return grad_gate_up, grad_down, grad_rows, grad_probs_R, None
+        return grad_gate_up, grad_down, grad_rows, grad_probs_R, None, None
 
 
 def _cast_weight(weight: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return a weight [e, N, K] in FP8, its transposed [e, K, N] (empty where not asked for), and its factors."""
     num_experts, out_width, width = weight.shape
+    assert out_width % WIDTH_ALIGNMENT == width % WIDTH_ALIGNMENT == 0, "backend_obstacles refuses other widths"
     counts = torch.full((num_experts,), out_width, device=weight.device)
     cast = cast_rows(weight.flatten(0, 1), counts, VALUES, transposed=transposed)
     flat = cast.transposed[: weight.numel()]

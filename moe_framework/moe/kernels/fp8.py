@@ -7,6 +7,7 @@ computed inside the passes and never stored in bf16. Every kernel below runs as 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -187,30 +188,31 @@ def _swiglu_gradient_kernel(
 
 
 def launch_cast(x_RC: Tensor, counts_e: Tensor, out: Fp8Rows) -> None:
-    """Fill what `experts.fp8_rows.cast_rows` returns; x_RC is contiguous."""
+    """Fill what `experts.fp8_rows.cast_rows` returns."""
     _launch(_plain_kernel, (_LARGEST, _CAST), (x_RC,), x_RC.shape[1], counts_e, out)
 
 
 def launch_swiglu_cast(gate_up_R2F: Tensor, probs_R: Tensor, counts_e: Tensor, out: Fp8Rows) -> None:
-    """Fill what `experts.fp8_rows.cast_swiglu` returns; all are contiguous."""
+    """Fill what `experts.fp8_rows.cast_swiglu` returns."""
     _launch(_swiglu_kernel, (_LARGEST, _CAST_SWIGLU), (gate_up_R2F, probs_R), out.rows.shape[1], counts_e, out)
 
 
 def launch_swiglu_gradient_cast(
     grad_RF: Tensor, gate_up_R2F: Tensor, probs_R: Tensor, counts_e: Tensor, grad_probs_R: Tensor, out: Fp8Rows
 ) -> None:
-    """Fill what `experts.fp8_rows.cast_swiglu_gradient` returns; all are contiguous."""
+    """Fill what `experts.fp8_rows.cast_swiglu_gradient` returns."""
     sources = grad_RF, gate_up_R2F, probs_R, grad_probs_R
     passes = _LARGEST_GRADIENT, _CAST_GRADIENT
     _launch(_swiglu_gradient_kernel, passes, sources, grad_RF.shape[1], counts_e, out)
 
 
 def _launch(
-    kernel, passes: tuple[_Pass, _Pass], sources: tuple[Tensor, ...], width: int, counts_e: Tensor, out: Fp8Rows
+    kernel, passes: tuple[_Pass, _Pass], sources: Sequence[Tensor], width: int, counts_e: Tensor, out: Fp8Rows
 ) -> None:
     num_rows, num_experts = out.rows.shape[0], counts_e.shape[0]
     if not num_rows:
         return
+    counts_e, *sources = (tensor.contiguous() for tensor in (counts_e, *sources))
     amax = torch.zeros_like(out.factors)
     for cast, how in zip((False, True), passes, strict=True):
         blocks = how.blocks or triton.cdiv(width, how.columns)

@@ -129,6 +129,16 @@ RULES = [
         "Set experts.backend=auto, or precision.mode=fp8_current.",
     ),
     (
+        "experts.backend=scaled_mm precision.mode=auto8 hardware.target=b200 train.dry_run=true",
+        "experts.backend=scaled_mm computes in fp8_current alone, not precision.mode=auto8, which is mxfp8 on "
+        "hardware.target=b200. Set experts.backend=auto, or precision.mode=fp8_current.",
+    ),
+    (
+        "experts.backend=scaled_mm precision.mode=fp8_current device=cuda model.hidden_size=136 model.head_dim=32",
+        "model.hidden_size=136 must be a multiple of 16 for experts.backend=scaled_mm, whose FP8 products need strides "
+        "of 16 bytes. Use 128 or 144, or experts.backend=auto.",
+    ),
+    (
         "precision.mode=fp8_current device=cpu",
         "precision.mode=fp8_current needs compute capability 8.9 or newer; device=cpu has none, being no CUDA device. "
         "Use one of fp32, bf16, mxfp8_emulated.",
@@ -255,6 +265,7 @@ def test_run_name_that_is_no_plain_folder_is_refused(name: str):
         "optim.schedule=constant optim.min_lr=1",
         "optim.schedule=wsd optim.decay_steps=370",
         "optim.schedule=wsd optim.decay_steps=1",
+        "experts.backend=scaled_mm precision.mode=auto8 hardware.target=h200 train.dry_run=true",
         "model.top_k=8",
         "model.top_k=2",
         "model.top_k=1 model.num_experts=1 parallel.ep=1",

@@ -122,6 +122,16 @@ def test_a_broken_transformer_engine_is_found_before_training_finds_it(
     assert found.chosen == "te or grouped_mm"
 
 
+def test_fp8_without_transformer_engine_is_left_to_what_else_computes_it(monkeypatch: pytest.MonkeyPatch):
+    formats = PrecisionPolicy("fp8_current", torch.bfloat16, te_recipe=RECIPES["fp8_current"])
+    monkeypatch.setattr(backends, "precision_policy", lambda *_: formats)
+    choice = Choice("te or scaled_mm or grouped_mm", "to be measured")
+    monkeypatch.setattr(backends, "choose_experts", lambda *_, **__: choice)
+    found = backends.examine_experts(Config(), CPU, measure=False, te_problem="broken")
+    assert found.chosen == "scaled_mm or grouped_mm"
+    assert "te cannot be used: broken" in found.reason
+
+
 def test_a_package_that_fails_to_import_is_described_by_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "half_installed.py").write_text("raise OSError('libx.so: no such file\\nsecond line')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -129,6 +129,44 @@ def test_fp8_with_current_scales_needs_no_package(monkeypatch: pytest.MonkeyPatc
     assert make_backend("scaled_mm", SHAPE, FP8) is scaled_mm_experts
 
 
+def test_a_run_that_trained_in_fp8_does_not_go_on_in_bf16_because_te_is_gone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose, "milliseconds", lambda name, make, **_: 2.0 if name == "scaled_mm" else 1.0)
+    assert choose_experts("auto", SHAPE, FP8, CUDA, preferred="te").name == "scaled_mm"
+    assert choose_experts("auto", SHAPE, FP8, CUDA).name == "grouped_mm"
+
+
+def test_auto_does_not_drop_the_quantization_because_it_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    failing = {"te": float("inf"), "scaled_mm": float("inf")}
+    monkeypatch.setattr(choose, "milliseconds", lambda name, make, **_: failing.get(name, 1.0))
+    with pytest.raises(ConfigError, match=r"precision\.mode=fp8_current: te and scaled_mm failed on this device"):
+        choose_experts("auto", SHAPE, FP8, CUDA)
+
+
+def test_what_would_still_stand_in_the_way_is_named_rather_than_a_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"fp8_current cannot be used: model\.hidden_size=24 is no multiple of 16"):
+        choose_experts("auto", replace(SHAPE, hidden_size=24), FP8, CUDA)
+
+
+def test_master_weights_are_timed_as_such(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(choose, "milliseconds", lambda name, make, **sizes: seen.append(sizes["weight_dtype"]) or 1.0)
+    choose_experts("auto", SHAPE, BF16, CUDA)
+    choose_experts("auto", replace(SHAPE, float32_weights=True), BF16, CUDA)
+    assert set(seen[: len(seen) // 2]) == {torch.bfloat16}
+    assert set(seen[len(seen) // 2 :]) == {torch.float32}
+
+
+@pytest.mark.parametrize("name", sorted(choose.QUANTIZED))
+def test_what_quantizes_by_itself_refuses_a_layer_of_another_mode(name: str):
+    with pytest.raises(ConfigError, match=rf"experts\.backend={name} computes in .* alone, not in bf16"):
+        make_backend(name, SHAPE, BF16)
+    assert make_backend(choose.PLAIN_INSTEAD[name], SHAPE, BF16) in choose.BACKENDS.values()
+
+
 @pytest.mark.parametrize(
     ("shape", "policy", "device", "named"),
     [

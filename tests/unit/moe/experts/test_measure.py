@@ -25,7 +25,9 @@ def test_a_candidate_that_fails_in_any_way_is_left_out_by_name(error: Exception,
 
     sizes = {"num_local_experts": 2, "hidden_size": 4, "intermediate_size": 4, "num_rows": 8}
     with caplog.at_level(logging.WARNING):
-        time = milliseconds("te", make, **sizes, dtype=torch.float32, device=torch.device("cpu"))
+        time = milliseconds(
+            "te", make, **sizes, dtype=torch.float32, weight_dtype=torch.float32, device=torch.device("cpu")
+        )
     assert time == float("inf")
     (record,) = caplog.records
     named = f"te failed and is left out ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
@@ -38,4 +40,4 @@ def test_an_interruption_is_no_failed_candidate():
 
     sizes = {"num_local_experts": 2, "hidden_size": 4, "intermediate_size": 4, "num_rows": 8}
     with pytest.raises(KeyboardInterrupt):
-        milliseconds("te", make, **sizes, dtype=torch.float32, device=torch.device("cpu"))
+        milliseconds("te", make, **sizes, dtype=torch.float32, weight_dtype=torch.float32, device=torch.device("cpu"))

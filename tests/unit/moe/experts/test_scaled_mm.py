@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_framework.moe.experts import scaled_mm
-from moe_framework.moe.experts.fp8_rows import VALUES
+from moe_framework.moe.experts.fp8_rows import GRADIENTS, VALUES
 from moe_framework.moe.experts.loop import loop_experts
 from moe_framework.moe.experts.scaled_mm import scaled_mm_experts, scaled_products
 from moe_framework.parallel.activation_checkpointing import KEPT, _policy  # pyright: ignore[reportPrivateUsage]
@@ -71,11 +71,35 @@ def test_products_of_numbers_that_fp8_has_are_exact():
     assert torch.equal(out, expected)
 
 
-def test_evaluation_gives_the_same_result():
+def test_evaluation_gives_the_same_result_and_writes_nothing_transposed(monkeypatch: pytest.MonkeyPatch):
     inputs = _inputs(COUNTS[0], torch.float32)
     trained = _run(scaled_mm_experts, inputs, COUNTS[0])["out"]
+    asked = []
+    for name in ("cast_rows", "cast_swiglu"):
+        real = getattr(scaled_mm, name)
+        spy = partial(lambda real, *a, transposed=True, **k: (asked.append(transposed), real(*a, **k))[1], real)
+        monkeypatch.setattr(scaled_mm, name, spy)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
     with torch.no_grad():
-        assert torch.equal(scaled_mm_experts(*inputs, torch.tensor(COUNTS[0])), trained)  # pyright: ignore[reportCallIssue]
+        out = scaled_mm_experts(*leaves, torch.tensor(COUNTS[0]))  # pyright: ignore[reportCallIssue]
+    assert torch.equal(out, trained)
+    assert asked == [False] * 4
+
+
+def test_gradients_have_the_wider_format_and_backward_sums_precisely(monkeypatch: pytest.MonkeyPatch):
+    kinds, sums = [], []
+    real_cast, real_product = scaled_mm.cast_rows, scaled_mm._product
+    monkeypatch.setattr(
+        scaled_mm, "cast_rows", lambda x, c, kind, **k: (kinds.append(kind), real_cast(x, c, kind, **k))[1]
+    )
+    monkeypatch.setattr(
+        scaled_mm,
+        "_product",
+        lambda a, b, f, out, fast: (sums.append((a.dtype, fast)), real_product(a, b, f, out, fast)),
+    )
+    _run(scaled_mm_experts, _inputs([40], torch.float32), [40])
+    assert kinds == [VALUES, VALUES, VALUES, GRADIENTS]
+    assert sums == [(VALUES, True)] * 2 + [(GRADIENTS, False)] * 4
 
 
 def test_an_experts_scale_is_its_own():
