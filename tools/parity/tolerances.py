@@ -34,6 +34,8 @@ MEASURED_SAFETY = SAFETY * math.sqrt(2)
 SIGNIFICAND = {"fp32": 24, "bf16": 8}
 # Half of a tensor is no rounding of any format, whatever was measured.
 LARGEST = 0.5
+# Nor a quarter of a loss or norm: without the sum over one of two ranks, a norm is off by 0.29.
+LARGEST_SCALAR = 0.25
 # A choice of experts is one number a token, not a mean over a tensor: of a hundred thousand choices the largest error
 # is about five times the root mean square.
 OUTLIER = 6.0
@@ -91,7 +93,8 @@ class Tolerances:
         }.get(kind, self.tensor)
         measured = self.measured.get(kind, {}).get(name, 0.0)
         # A reference that is not finite, or nowhere near fp32, allows nothing.
-        of_format = min(MEASURED_SAFETY * measured, LARGEST) if math.isfinite(measured) else 0.0
+        largest = LARGEST_SCALAR if kind == "scalars" else LARGEST
+        of_format = min(MEASURED_SAFETY * measured, largest) if math.isfinite(measured) else 0.0
         return max(derived, of_format, move_bound(self.moved.get(kind, {}).get(name, 0.0)))
 
     def parameter(self, rms: float) -> float:

@@ -1,6 +1,7 @@
 """The breakdown of a real step on a CPU: gradients reach their parts, and the parts add up."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from moe_framework.distributed.mesh import build_mesh
 from tests.helpers.one_rank import one_rank, tiny_config
 from tools.benchmarks.breakdown import ranges
 from tools.benchmarks.breakdown.attribute import UNATTRIBUTED, Attribution
-from tools.benchmarks.breakdown.measure import Breakdown, measure_breakdown, summarise
+from tools.benchmarks.breakdown.measure import Breakdown, Wait, measure_breakdown, summarise
 from tools.benchmarks.breakdown.ranges import ranges_around_parts
 from tools.benchmarks.breakdown.report import breakdown_markdown
 from tools.benchmarks.breakdown.trace import parse_trace, read_trace
@@ -106,8 +107,9 @@ def test_markdown_ends_its_table_with_the_idle_time_and_the_step(found: Breakdow
     assert "nothing running" in names
     assert names.index("step, profiled") == names.index("nothing running") + 1
     assert "copy 0.01 TB/s" in text
-    longest = found.waits[0]
-    assert f"Nothing ran, per step: {longest.seconds * 1e3:.2f} ms until {longest.name} of {longest.part};" in text
+    waits = [Wait("gemm", "experts", 2e-3), Wait("", "", 1e-3)]
+    text = breakdown_markdown("ours:fp32", replace(found, waits=waits), CEILINGS)
+    assert "Nothing ran, per step: 2.00 ms until gemm of experts; 1.00 ms until the end of the steps." in text
 
 
 @pytest.fixture(scope="module")

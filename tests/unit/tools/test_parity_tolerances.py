@@ -37,13 +37,17 @@ def test_a_parameter_may_differ_by_the_updates_of_a_share_of_its_elements(mode: 
 
 
 def test_a_tensor_that_rounding_moves_more_may_differ_by_twice_two_such_moves():
-    measured = {"gradients": {"norm.weight": 0.15, "embed.weight": 1e-4}, "scalars": {"loss step 1": 0.1}}
+    measured = {
+        "gradients": {"norm.weight": 0.15, "embed.weight": 1e-4},
+        "scalars": {"loss step 1": 0.05, "grad_norm step 1": 0.2},
+    }
     found = derive(tiny_config("precision.mode=bf16"), RATES, measured)
     assert found.of("gradients", "norm.weight") == pytest.approx(0.3 * 2**0.5)
     assert found.of("gradients", "embed.weight") == found.of("gradients", "lm_head.weight") == found.tensor
     assert found.of("exp_avg_sq", "norm.weight") == found.square
     assert found.of("parameters", "norm.weight", 0.02) == found.parameter(0.02)
-    assert found.of("scalars", "loss step 1") == pytest.approx(0.2 * 2**0.5)
+    assert found.of("scalars", "loss step 1") == pytest.approx(0.1 * 2**0.5)
+    assert found.of("scalars", "grad_norm step 1") == 0.25
     assert found.of("scalars", "loss step 2") == found.scalar
     assert found.of("routing", "gap") == found.routing
 

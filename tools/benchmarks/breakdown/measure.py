@@ -66,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Wait:
-    """How long nothing ran until a kernel came, because the host had not launched it yet.
+    """How long nothing ran until a kernel came.
 
     Attributes:
         name: Of the kernel; empty for the end of the steps.
