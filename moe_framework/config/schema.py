@@ -138,9 +138,10 @@ class PrecisionConfig:
     Attributes:
         mode: `fp32` or `bf16`: format of compute and of gathered parameters. `fp8_current`, `fp8_delayed`,
             `fp8_block` (Hopper), `mxfp8`, `nvfp4` (Blackwell): bf16, with the experts' products quantized, by
-            Transformer Engine or, in fp8_current, by experts.backend=scaled_mm. `auto8`: mxfp8 on Blackwell, fp8_current on Hopper. `mxfp8_emulated`: MXFP8's rounding
-            on any device, to study convergence. Master weights, optimizer states, the router, softmax and
-            the sums of parameters' gradients are fp32 in every mode.
+            Transformer Engine or, in fp8_current, by experts.backend=scaled_mm. `auto8`: mxfp8 on Blackwell,
+            fp8_current on Hopper. `mxfp8_emulated`: MXFP8's rounding on any device, to study convergence. Master
+            weights, optimizer states, the router, softmax and the sums of parameters' gradients are fp32 in every
+            mode.
         bf16_first_layers: Blocks at the start that stay in bf16 in a quantized mode, which must leave some block to
             quantize.
         bf16_last_layers: The same at the end.
