@@ -14,6 +14,7 @@ from moe_framework.model.decoder import Decoder
 from moe_framework.moe.experts.choose import Choice
 from moe_framework.optim.adamw import AdamW
 from moe_framework.optim.schedule import learning_rate
+from moe_framework.precision.policy import DTYPES
 from moe_framework.train import step as stepping
 from moe_framework.train.build import mesh_of, optimizer_of
 from moe_framework.train.model import build_model, choose_backend
@@ -70,12 +71,14 @@ def build(config: Config, device: torch.device, experts_backend: str | None = No
     Args:
         config: Validated.
         device: This rank's device.
-        experts_backend: The reference's, preferred where `experts.backend` is `auto`.
+        experts_backend: The reference's, preferred where `experts.backend` is `auto`; the reference itself takes one
+            that quantizes where the mode does, although bf16 may be faster: it is what is to be checked.
 
     Collective: the world; every rank must call.
     """
     mesh = mesh_of(config, device.type)
-    choice = choose_backend(config, device, preferred=experts_backend)
+    quantizing = None if config.precision.mode in DTYPES else "te"
+    choice = choose_backend(config, device, preferred=experts_backend or quantizing)
     model = build_model(config, mesh, device, choice)
     return Run(config, mesh, device, model, optimizer_of(config, model), choice)
 
