@@ -16,6 +16,7 @@ from moe_framework.config.validate import is_planned, planned_world_size, valida
 from moe_framework.distributed.runtime import LaunchEnvironment, launch_environment
 from moe_framework.errors import ConfigError, ExitCode, MoeFrameworkError
 from moe_framework.train.dry_run import describe_sizes
+from moe_framework.train.memory import describe_memory, memory_here
 
 CONFIG_DIR = Path(__file__).resolve().parent / "configs"
 
@@ -47,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         config = load_valid_config(command_line, launch)
         if config.train.dry_run:
             if launch.rank == 0:
-                print(f"{to_yaml(config)}\n{describe_sizes(config)}", flush=True)
+                memory = describe_memory(config, memory_here(config))
+                print(f"{to_yaml(config)}\n{describe_sizes(config)}\n{memory}", flush=True)
             return ExitCode.DONE
         # torch takes seconds to import, so it comes after everything that can be wrong with the configuration.
         from moe_framework.train.run import run

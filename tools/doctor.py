@@ -114,7 +114,7 @@ def diagnose(config: "Config | None", arguments: argparse.Namespace) -> "Diagnos
         violations += configuration.torchao_violations(config, installed.problem("torchao")) if experts.chosen else []
     fusion = backends.examine_fusion(config, mode, host.capability if on_gpu else None, device)
     finding = configuration.ConfigurationFinding(
-        arguments.config_name, ranks, configuration.describe(valid), tuple(violations)
+        arguments.config_name, ranks, configuration.describe(valid, host), tuple(violations)
     )
     return report.Diagnosis(host, installed, modes, fusion, finding, experts, attention)
 

@@ -1,30 +1,26 @@
 """What a configuration would train, from arithmetic alone: nothing is allocated and torch is not imported."""
 
 from moe_framework.config.schema import Config
+from moe_framework.planning.parameters import (
+    BYTES_OF_GRADIENT,
+    BYTES_OF_MASTER,
+    BYTES_OF_MOMENTS,
+    all_parameters,
+    local_parameters,
+)
+from moe_framework.train.memory import job_of
 
-# fp32 master weight, two fp32 moments and an fp32 gradient: what is kept of each parameter.
-BYTES_PER_PARAMETER = 16
-# Of an expert that one rank holds alone, the copy in the compute format from forward to backward: FSDP would free it.
-BYTES_OF_COPY = 2
+# Weight, two moments and gradient, all fp32: what is kept of each parameter.
+BYTES_PER_PARAMETER = BYTES_OF_MASTER + BYTES_OF_MOMENTS + BYTES_OF_GRADIENT
 
 
 def state_bytes_per_rank(config: Config) -> int:
-    """Return the bytes of weights, gradients and optimizer that each rank keeps; activations come on top.
-
-    In the 8-bit modes the experts' copies are quantized, of the same size with their transposes.
+    """Return the bytes of weights, gradients and optimizer of the rank that keeps the most; the least that it needs.
 
     Args:
         config: Validated; dp is resolved.
     """
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int), "validate() resolves dp"
-    dense, experts, _ = _parameters(config)
-    # Every parameter is sharded over all ranks of a replica, whatever the degrees.
-    ranks_of_replica = parallel.dp // parallel.dp_replicate * parallel.ep * parallel.tp
-    sharing = parallel.dp // parallel.dp_replicate * (parallel.tp if parallel.expert_tp == 1 else 1)
-    is_copied = sharing == parallel.dp_replicate == 1 and config.precision.mode != "fp32"
-    copies = BYTES_OF_COPY * experts if is_copied else 0
-    return (BYTES_PER_PARAMETER * (dense + experts) + copies) // ranks_of_replica
+    return BYTES_PER_PARAMETER * local_parameters(job_of(config))
 
 
 def describe_sizes(config: Config) -> str:
@@ -55,14 +51,9 @@ def describe_sizes(config: Config) -> str:
 
 def _parameters(config: Config) -> tuple[int, int, int]:
     """Count the parameters outside and inside experts, and those that one token uses in matrix products."""
-    model = config.model
-    attention = 2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.resolved_head_dim
-    expert = 3 * model.hidden_size * model.intermediate_size
-    router = model.hidden_size * model.num_experts
-    norms = 2 * model.hidden_size + (2 * model.resolved_head_dim if model.qk_norm else 0)
-    table = model.vocab_size * model.hidden_size
-    head = 0 if model.tie_embeddings else table
-    dense = model.num_layers * (attention + router + norms) + model.hidden_size + table + head
-    experts = model.num_layers * model.num_experts * expert
-    active = dense - (table if head else 0) + model.num_layers * model.top_k * expert
-    return dense, experts, active
+    model, job = config.model, job_of(config)
+    experts = all_parameters(job, "experts")
+    dense = all_parameters(job) - experts
+    # Looking up an embedding multiplies nothing; a tied one is the head as well.
+    lookup = 0 if model.tie_embeddings else all_parameters(job, "embedding")
+    return dense, experts, dense - lookup + experts * model.top_k // model.num_experts

@@ -25,6 +25,16 @@ def test_large_configuration_validates_on_a_cpu(name: str):
     assert PARAMETERS[name] in done.stdout
 
 
+@pytest.mark.parametrize(("ranks", "warns"), [(4, True), (8, False)])
+def test_a_dry_run_warns_of_too_little_memory_and_does_not_refuse(ranks: int, warns: bool):
+    command = [sys.executable, "train_fsdp2_ep.py", "--config-name", "L1_8x7B_fsdp"]
+    overrides = ["train.dry_run=true", "hardware.target=h200", f"parallel.dp={ranks}"]
+    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "one H200 (data sheet)" in done.stdout
+    assert ("WARNING: the estimate, 217.3 GB, is above" in done.stdout) == warns
+
+
 def test_every_shipped_configuration_is_listed_here():
     shipped = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
     assert shipped - {"defaults", "L0_sanity"} == PARAMETERS.keys()

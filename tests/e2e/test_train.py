@@ -148,6 +148,8 @@ def test_dry_run_prints_configuration_and_sizes_without_torch(tmp_path):
     assert "  dry_run: true\n" in done.stdout
     assert "ranks: 1 (dp=1, ep=1, tp=1)\n" in done.stdout
     assert "a step: 16 rows, 4,096 tokens, 4 micro-steps" in done.stdout
+    assert "estimate of a rank's memory" in done.stdout
+    assert "estimate of a checkpoint: 0.0221 GB on disk" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

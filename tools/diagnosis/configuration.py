@@ -10,9 +10,11 @@ from moe_framework.config.validate import is_planned, planned_world_size, valida
 from moe_framework.data.fasta import demo_path
 from moe_framework.data.sources import files_of
 from moe_framework.errors import ConfigError, DependencyError
+from moe_framework.planning.hardware import Memory, target_memory
 from moe_framework.precision.modes import AUTO8, EMULATED, MODES, resolve_mode
 from moe_framework.train.build import checkpoint_dir, run_dir
 from moe_framework.train.dry_run import describe_sizes, state_bytes_per_rank
+from moe_framework.train.memory import describe_memory
 from tools.diagnosis.machine import Machine
 
 
@@ -23,7 +25,8 @@ class ConfigurationFinding:
     Attributes:
         name: As given.
         ranks: Ranks that it was checked for, all on this host.
-        sizes: Parameters, state and steps, as lines of text; None where the rules between keys are broken.
+        sizes: Parameters, state, steps and the memory estimate, as lines of text; None where the rules between keys
+            are broken.
         violations: Every one, as complete sentences.
     """
 
@@ -102,9 +105,15 @@ def torchao_violations(config: Config, problem: str | None) -> list[str]:
     return [f"precision.mode=mxfp8_emulated: {problem}."] if config.precision.mode == EMULATED else []
 
 
-def describe(config: Config | None) -> str | None:
-    """Return the sizes of a valid configuration; None for an invalid one."""
-    return None if config is None else describe_sizes(config)
+def describe(config: Config | None, machine: Machine) -> str | None:
+    """Return the sizes and the memory estimate of a valid configuration; None for an invalid one."""
+    if config is None:
+        return None
+    memory = target_memory(config.hardware.target)
+    if uses_gpu(config, machine):
+        smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
+        memory = Memory(smallest.memory_bytes, f"one {smallest.name}", smallest.capability)
+    return f"{describe_sizes(config)}\n{describe_memory(config, memory)}"
 
 
 def _needs_gpu(config: Config) -> str | None:

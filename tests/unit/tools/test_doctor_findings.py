@@ -8,7 +8,7 @@ import pytest
 from moe_framework.config.load import load_config
 from moe_framework.config.schema import Config
 from moe_framework.precision.modes import AUTO8, MODES
-from tools.diagnosis.configuration import choose_ranks, torchao_violations, validate_here
+from tools.diagnosis.configuration import choose_ranks, describe, torchao_violations, validate_here
 from tools.diagnosis.machine import Gpu, Machine, parse_nvlinks
 from tools.diagnosis.precision import ModeFinding, examine_modes, resolved_here
 
@@ -92,7 +92,7 @@ def test_a_configuration_for_eight_gpus_fits_eight_gpus():
     [
         (replace(EIGHT, gpus=(H200,) * 2), "this host shows 2 CUDA devices for 8 ranks"),
         (replace(EIGHT, gpus=(replace(H200, capability=(8, 0)),) * 8), "precision.mode=auto8 needs compute capability"),
-        (replace(EIGHT, gpus=(replace(H200, memory_bytes=80 * GIB),) * 8), "keeps 97.5 GiB of weights"),
+        (replace(EIGHT, gpus=(replace(H200, memory_bytes=80 * GIB),) * 8), "keeps 87.0 GiB of weights"),
         (replace(EIGHT, host_compiler=None), "no C compiler (cc, gcc or clang)"),
         (replace(EIGHT, python_headers=False), "Python.h, which is missing"),
         (HOST, "needs a GPU for each of the 8 ranks, and this host has 0 GPUs"),
@@ -165,3 +165,22 @@ def test_a_configuration_for_another_machine_is_not_held_against_this_one():
     assert "hardware.target=a100 has 8.0" in violations(
         config_of("L1_8x7B_ep", "hardware.target=a100", "train.dry_run=true"), HOST
     )
+
+
+def test_the_memory_estimate_is_compared_with_the_smallest_gpu_here_or_with_the_target():
+    small = replace(H200, name="NVIDIA A10", memory_bytes=24 * GIB)
+    here = validate_here(config_of("L1_8x7B_ep2_4layers"), EIGHT, 2)[0]
+    assert "  one NVIDIA H200                       150.3\n" in (describe(here, EIGHT) or "")
+    text = describe(here, replace(EIGHT, gpus=(H200, small))) or ""
+    assert "WARNING: the estimate, " in text
+    assert " GB, is above the 25.8 GB of one NVIDIA A10. " in text
+    planned = config_of("L1_8x7B_ep", "hardware.target=b200", "train.dry_run=true")
+    text = describe(validate_here(planned, EIGHT, 8)[0], EIGHT) or ""
+    assert "  one B200 (data sheet)                 180.0\n" in text
+    assert "(experts by te)" in text
+
+
+def test_without_a_gpu_the_estimate_stands_alone():
+    text = describe(validate_here(config_of("L0_sanity"), HOST, 2)[0], HOST) or ""
+    assert "  no GPU to compare it with; hardware.target names one\n" in text
+    assert describe(None, HOST) is None

@@ -1,0 +1,1 @@
+"""What a configuration will need, from arithmetic alone: no torch, nothing allocated."""
