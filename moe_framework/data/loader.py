@@ -228,9 +228,42 @@ def heldout_batches(
         num_data_ranks: Ranks that take rows of their own.
         max_rows: Rows to use over all ranks, evenly spread over the region; 0 for all.
     """
-    num_rows = min(max_rows, len(rows)) if max_rows > 0 else len(rows)
-    chosen = np.arange(num_rows) * len(rows) // max(1, num_rows)
-    for first in range(0, num_rows, num_data_ranks * micro_batch_size):
+    yield from batches_of(
+        rows,
+        spread_rows(len(rows), max_rows),
+        micro_batch_size=micro_batch_size,
+        data_rank=data_rank,
+        num_data_ranks=num_data_ranks,
+    )
+
+
+def spread_rows(num_rows: int, max_rows: int = 0) -> np.ndarray:
+    """Choose rows evenly spread over all.
+
+    Args:
+        num_rows: Rows there are.
+        max_rows: Rows to choose at most; 0 for all.
+
+    Returns:
+        `[n] int64`, ascending.
+    """
+    chosen = min(max_rows, num_rows) if max_rows > 0 else num_rows
+    return np.arange(chosen) * num_rows // max(1, chosen)
+
+
+def batches_of(
+    rows: RowSource, chosen: np.ndarray, *, micro_batch_size: int, data_rank: int, num_data_ranks: int
+) -> Iterator[Batch]:
+    """Yields one data rank's share of chosen rows, as `heldout_batches` does.
+
+    Args:
+        rows: Where they are.
+        chosen: `[n] int64` their numbers, the same on every rank.
+        micro_batch_size: Rows per rank and batch.
+        data_rank: This rank's number among the data ranks.
+        num_data_ranks: Ranks that take rows of their own.
+    """
+    for first in range(0, len(chosen), num_data_ranks * micro_batch_size):
         begin = first + data_rank * micro_batch_size
         ids = chosen[begin : begin + micro_batch_size].tolist()
         ids += [FILLER_SAMPLE] * (micro_batch_size - len(ids))

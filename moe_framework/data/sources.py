@@ -48,6 +48,7 @@ class Cut:
         reverse_complement: Whether rows are read from either strand; FASTA only.
         separate_documents: See `TokenRows`; token files only.
         vocab_size: Of the model.
+        whole: Whether every file is a test set: all of it is held out, and there is no training part.
     """
 
     seq_length: int
@@ -56,6 +57,12 @@ class Cut:
     reverse_complement: bool = False
     separate_documents: bool = True
     vocab_size: int = 2**31
+    whole: bool = False
+
+    @property
+    def share(self) -> float:
+        """Share at the end of each file that is held out, up to 1."""
+        return 1.0 if self.whole else self.heldout_fraction
 
 
 def open_data(path: str | None, cut: Cut) -> Data:
@@ -164,13 +171,18 @@ def _open_tokens(prefix: str, cut: Cut) -> Data:
     _check_vocabulary(prefix, cut.vocab_size)
     train, heldout = split_tokens(
         tokens,
-        cut.heldout_fraction,
+        cut.share,
         seq_length=cut.seq_length,
         vocab_size=cut.vocab_size,
         separate_documents=cut.separate_documents,
     )
+    if cut.whole and len(heldout) == 0:
+        raise DataError(
+            f"data.path={prefix}: the file has {tokens.num_tokens} tokens, too few for a row of "
+            f"data.seq_length={cut.seq_length} and a last target. Shorten the rows, or give more tokens."
+        )
     for name, rows, verb in (("training", train, "Lower"), ("held-out", heldout, "Raise")):
-        if len(rows) == 0:
+        if len(rows) == 0 and not cut.whole:
             raise DataError(
                 f"data.heldout_fraction={cut.heldout_fraction}: the {name} part of {prefix} has "
                 f"{rows.stop - rows.start} of {tokens.num_tokens} tokens, too few for a row of "
@@ -197,15 +209,20 @@ def _open_fasta(path: str | None, cut: Cut) -> Data:
     if not cut.separate_documents:
         raise ConfigError("data.separate_documents=false needs token files, and data.path names FASTA. Unset it.")
     sequences = read_fasta(path)
-    train, heldout = split_regions(sequences, cut.heldout_fraction)
+    train, heldout = split_regions(sequences, cut.share)
     # Held-out rows never overlap, whatever the stride is, so that each held-out base counts once in the loss.
     train_rows = build_rows(sequences, train, cut.seq_length, cut.stride)
     heldout_rows = build_rows(sequences, heldout, cut.seq_length)
+    if cut.whole and not _has_target(sequences, heldout, heldout_rows):
+        raise DataError(
+            f"data.path={sequences.path}: the file has no A, C, G or T to predict ({sequences.num_bases} bases). "
+            "Give another file."
+        )
     for name, region, rows, verb in (
         ("training", train, train_rows, "Lower"),
         ("held-out", heldout, heldout_rows, "Raise"),
     ):
-        if not _has_target(sequences, region, rows):
+        if not cut.whole and not _has_target(sequences, region, rows):
             raise DataError(
                 f"data.heldout_fraction={cut.heldout_fraction}: the {name} part of {sequences.path} has no A, C, G or "
                 f"T to predict ({region.stop - region.start} of {sequences.num_bases} bases, {len(rows)} rows of "

@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -65,6 +66,30 @@ class Training:
         )
 
 
+class Weighted(Protocol):
+    """What weights are loaded into: a `Training`, or something with less than its optimizer and data."""
+
+    @property
+    def config(self) -> Config:
+        """Validated."""
+        ...
+
+    @property
+    def runtime(self) -> Runtime:
+        """The process group and this rank's device."""
+        ...
+
+    @property
+    def model(self) -> Decoder:
+        """The parallelised decoder."""
+        ...
+
+    @property
+    def store(self) -> CheckpointStore:
+        """Reads the checkpoints of our own format."""
+        ...
+
+
 def checkpoint_dir(config: Config) -> Path:
     """Return the folder of a run's checkpoints."""
     return Path(config.checkpoint.ckpt_dir) if config.checkpoint.ckpt_dir else run_dir(config) / "checkpoints"
@@ -91,7 +116,8 @@ def build_training(config: Config, runtime: Runtime) -> Training:
 
     Collective: the world; every rank must call.
     """
-    data = _open_same_data(config)
+    data = open_same_data(config, cut_of(config))
+    _log_data(config, data)
     mesh = mesh_of(config, runtime.device.type)
     store = CheckpointStore(
         checkpoint_dir(config),
@@ -185,11 +211,21 @@ def _saved_backend(config: Config, store: CheckpointStore, group: dist.ProcessGr
     step_dir = store.latest_step() if resume == "auto" else named_step(resume, group)
     if step_dir is None:
         return None
+    return backend_of_step(step_dir, config)
+
+
+def backend_of_step(step_dir: Path, config: Config) -> str | None:
+    """Return the expert backend of the run that saved a step, if it computed in the configuration's precision.
+
+    Args:
+        step_dir: A step; None is returned for anything else, about which loading it will say what is wrong.
+        config: Validated.
+    """
     try:
         state = read_manifest(step_dir).state
         return state["experts_backend"] if state["config"]["precision"]["mode"] == config.precision.mode else None
     except (CheckpointError, KeyError, TypeError):
-        return None  # resuming will say what is wrong with it, on every rank
+        return None
 
 
 def cut_of(config: Config) -> Cut:
@@ -205,9 +241,21 @@ def cut_of(config: Config) -> Cut:
     )
 
 
-def _open_same_data(config: Config) -> Data:
-    """Open the data, and stop where two hosts have different files: their ranks would shuffle and split other rows."""
-    data = together(partial(open_data, config.data.path, cut_of(config)))
+def open_same_data(config: Config, cut: Cut) -> Data:
+    """Open the data, and stop where two hosts have different files: their ranks would shuffle and split other rows.
+
+    Args:
+        config: Validated.
+        cut: How the data becomes rows.
+
+    Raises:
+        ConfigError: A key that this kind of data does not have; on every rank.
+        DataError: A rank cannot read the data, or reads other data; on every rank.
+        DependencyError: The demo's genome is not installed; on every rank.
+
+    Collective: the world; every rank must call.
+    """
+    data = together(partial(open_data, config.data.path, cut))
     fingerprints = [""] * dist.get_world_size()
     dist.all_gather_object(fingerprints, data.fingerprint)
     others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
@@ -216,6 +264,10 @@ def _open_same_data(config: Config) -> Data:
             f"data.path={config.data.path}: rank {', '.join(map(str, others))} read other sequences than rank 0. "
             "Give every host the same files."
         )
+    return data
+
+
+def _log_data(config: Config, data: Data) -> None:
     batch, steps = config.train.global_batch_size, config.train.max_steps
     logger.info(
         "data: %s, %s rows of %d to train on (%.3g epochs in %s steps), %s held out",
@@ -226,4 +278,3 @@ def _open_same_data(config: Config) -> Data:
         f"{steps:,}",
         f"{len(data.heldout):,}",
     )
-    return data

@@ -33,7 +33,7 @@ from moe_framework.checkpoint.state import (
 from moe_framework.config.load import to_dict
 from moe_framework.distributed.collectives import together
 from moe_framework.errors import CheckpointError, ConfigError
-from moe_framework.train.build import Training, checkpoint_dir, named_step
+from moe_framework.train.build import Training, Weighted, checkpoint_dir, named_step
 from moe_framework.train.compare import changes, log_changes
 from moe_framework.train.identity import INITIAL_ONLY, check_same_run, data_identity
 
@@ -131,7 +131,7 @@ def resume(training: Training) -> Resumed:
             logger.info("checkpoint.init_from=%s is not read: the run continues from %s", init_from, step_dir)
         return _load(training, step_dir)
     if init_from is not None:
-        _load_weights(training, Path(init_from))
+        load_weights(training, Path(init_from))
     return Resumed(Position(), {})
 
 
@@ -198,7 +198,18 @@ def _check_has_optimizer(step_dir: Path) -> None:
         )
 
 
-def _load_weights(training: Training, path: Path) -> None:
+def load_weights(training: Weighted, path: Path) -> None:
+    """Fill the model from a checkpoint of any format and layout, as `checkpoint.init_from` does.
+
+    Args:
+        training: What has the model.
+        path: A step folder, a folder of steps, a Hugging Face folder, or a Megatron-Core checkpoint.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of another model; on every rank.
+
+    Collective: the world; every rank must call.
+    """
     logger.info("reading the initial weights from %s", path)
     tensors = model_tensors(training.model)
     # Rank 0 decides for all: a run that saves there meanwhile would give each rank another newest step.
@@ -216,7 +227,7 @@ def _load_weights(training: Training, path: Path) -> None:
         logger.warning("THE MODEL IS NOT THE ONE THAT WAS SAVED: %s", "; ".join(found.altered))
 
 
-def _find_weights(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> _Weights:
+def _find_weights(path: Path, training: Weighted, tensors: Mapping[str, Tensor]) -> _Weights:
     kind = detect(path)
     if kind != DCP:
         return _Weights(find_checkpoint(path) if kind == MEGATRON else path, has_manifest=False, castless=False)
@@ -244,7 +255,7 @@ def _check_files(step_dir: Path) -> Manifest:
         source.close()
 
 
-def _check_same_manifest(step_dir: Path, manifest: Manifest, training: Training) -> None:
+def _check_same_manifest(step_dir: Path, manifest: Manifest, training: Weighted) -> None:
     """Refuse to mix two steps: a rank may read another file system, or the step may be saved again meanwhile."""
     text = json.dumps(dataclasses.asdict(manifest), sort_keys=True)
     digests = Ranks(training.runtime.checkpoint_group).gather(hashlib.sha256(text.encode()).hexdigest())
@@ -256,19 +267,19 @@ def _check_same_manifest(step_dir: Path, manifest: Manifest, training: Training)
         )
 
 
-def _open_weights(path: Path, training: Training, tensors: Mapping[str, Tensor]) -> TensorSource:
+def _open_weights(path: Path, training: Weighted, tensors: Mapping[str, Tensor]) -> TensorSource:
     source = open_weights(path, _sizes(training))
     _check_sizes(source.config(), training, path)
     check_shapes(source, _own_names(tensors), str(path))
     return source
 
 
-def _check_sizes(found: dict[str, Any], training: Training, path: Path) -> None:
+def _check_sizes(found: dict[str, Any], training: Weighted, path: Path) -> None:
     wanted = _sizes(training)
     check_sizes(found, wanted, [key for key in wanted if key not in INITIAL_ONLY], str(path))
 
 
-def _sizes(training: Training) -> dict[str, Any]:
+def _sizes(training: Weighted) -> dict[str, Any]:
     model = training.config.model
     return dataclasses.asdict(model) | {"head_dim": model.resolved_head_dim}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import sys
 from collections.abc import Iterator
 
@@ -11,8 +10,6 @@ import torch.distributed as dist
 
 from moe_framework.config.load import to_yaml
 from moe_framework.config.schema import Config
-from moe_framework.data.markov import markov_losses
-from moe_framework.data.packing import split_regions
 from moe_framework.distributed.collectives import together
 from moe_framework.distributed.failure import FirstFailure
 from moe_framework.distributed.runtime import LaunchEnvironment, Runtime, launch_environment, set_timeouts, start
@@ -24,6 +21,7 @@ from moe_framework.resilience.heartbeat import Heartbeat, open_heartbeat
 from moe_framework.resilience.lifeline import Lifeline
 from moe_framework.resilience.signals import StopRequest
 from moe_framework.resilience.watch import HangWatch
+from moe_framework.train.baselines import baselines_of
 from moe_framework.train.build import Training, build_training, run_dir
 from moe_framework.train.compare import check_same_on_all_ranks
 from moe_framework.train.folders import own_folders, writing
@@ -54,7 +52,7 @@ def run(config: Config) -> int:
     Collective: the world; every rank must call.
     """
     launch = launch_environment()
-    _log_to_stderr(enabled=launch.rank == 0)
+    log_to_stderr(enabled=launch.rank == 0)
     failure, code = None, ExitCode.FAILED
     timeout_s = _collective_timeout_s(config)
     try:
@@ -135,7 +133,12 @@ def _told_to_launcher(code: ExitCode, launch: LaunchEnvironment) -> int:
     return ExitCode.DONE
 
 
-def _log_to_stderr(*, enabled: bool) -> None:
+def log_to_stderr(*, enabled: bool) -> None:
+    """Write the framework's log to standard error.
+
+    Args:
+        enabled: Whether information is written, as on rank 0, and not warnings and errors only.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     package = logging.getLogger("moe_framework")
@@ -163,7 +166,7 @@ def _summarise(training: Training, reporter: Reporter, lifeline: Lifeline) -> No
     heldout_loss = evaluate_heldout(training, lifeline)
     peak_rss = torch.tensor(peak_rss_bytes())
     dist.all_reduce(peak_rss, op=dist.ReduceOp.MAX, group=training.runtime.checkpoint_group)
-    baselines = _baselines(training) if training.runtime.is_main else {}
+    baselines = baselines_of(training.data, training.config.data.heldout_fraction) if training.runtime.is_main else {}
     reporter.summarise({"heldout_loss": heldout_loss} | baselines | {"peak_rss_bytes": peak_rss.item()})
 
 
@@ -179,18 +182,3 @@ def _mfu_per_token_rate(training: Training) -> float:
     return each_token / (
         peak_flops(device.type, name, compute_format(config.precision.mode)) * training.runtime.launch.world_size
     )
-
-
-def _baselines(training: Training) -> dict[str, float]:
-    """Losses of models that need no training to speak of, on the same targets; nats per target."""
-    data = training.data
-    uniform = {"uniform_loss": math.log(data.alphabet_size)}
-    if data.sequences is None:
-        return uniform
-    regions = split_regions(data.sequences, training.config.data.heldout_fraction)
-    markov = markov_losses(data.sequences, *regions)
-    return uniform | {
-        "markov1_loss": markov[1],
-        "markov3_loss": markov[3],
-        "markov_best_loss": min(markov.values()),
-    }

@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,8 +69,8 @@ class CutOffError(BaseException):
     """Ends a run from inside; no handler of the framework's takes it for an error of its own."""
 
 
-def command(arguments: list[str]) -> Ended:
-    """Run the entry point with these arguments."""
+def command(arguments: list[str], main: Callable[[Sequence[str]], int] = train_fsdp2_ep.main) -> Ended:
+    """Run the entry point, or another command, with these arguments."""
     world_size = dist.get_world_size()
     if world_size > 1:
         dist.barrier()
@@ -83,7 +83,7 @@ def command(arguments: list[str]) -> Ended:
         mock.patch.object(train_fsdp2_ep, "SILENT_EXIT_DELAY_S", 0.0),
         contextlib.suppress(CutOffError),
     ):
-        code = train_fsdp2_ep.main(arguments)
+        code = main(arguments)
     return Ended(code, text.getvalue())
 
 

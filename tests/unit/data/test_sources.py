@@ -175,3 +175,25 @@ def test_a_description_of_something_else_says_nothing(tmp_path: Path, content: s
     path = write_tokens(tmp_path, "text", range(40))
     (tmp_path / "text.json").write_text(content)
     assert len(opened(path, vocab_size=40).train) > 0
+
+
+def test_of_a_test_set_every_base_is_held_out_and_none_is_trained_on(tmp_path: Path):
+    data = opened(write_fasta(tmp_path, ">a\nACGTACGTAC\n>b\nGGTN\n"), heldout_fraction=0.1, whole=True)
+    rows = [data.heldout.materialise(row) for row in range(len(data.heldout))]
+    assert sum(int((row.targets >= 0).sum()) for row in rows) == 13
+    assert len(data.train) == 0
+
+
+def test_of_a_test_set_every_row_of_tokens_is_held_out(tmp_path: Path):
+    a, b = write_tokens(tmp_path, "a", range(41)), write_tokens(tmp_path, "b", range(20))
+    data = opened(f"0.5 {a} 0.5 {b}", heldout_fraction=0.1, vocab_size=64, whole=True)
+    assert [len(data.train), len(data.heldout)] == [0, 5 + 2]
+    assert data.heldout.materialise(0).tokens.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("kind", ["tokens", "fasta"])
+def test_a_test_set_without_anything_to_predict_is_refused(tmp_path: Path, kind: str):
+    path = write_tokens(tmp_path, "a", range(8)) if kind == "tokens" else write_fasta(tmp_path, ">a\nNNNN\n")
+    expected = "8 tokens, too few for a row" if kind == "tokens" else "no A, C, G or T to predict"
+    with pytest.raises(DataError, match=rf"data\.path=.*: the file has {expected}"):
+        opened(path, whole=True)

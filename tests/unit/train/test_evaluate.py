@@ -4,7 +4,7 @@ import torch
 
 from moe_framework.data.loader import collate
 from moe_framework.distributed.mesh import build_mesh
-from moe_framework.train.evaluate import evaluate
+from moe_framework.train.evaluate import evaluate, measure
 from tests.helpers.one_rank import one_rank
 from tests.unit.model.builders import SMALL, plain_decoder, random_batch, random_row
 
@@ -29,3 +29,19 @@ def test_mean_is_over_targets_and_padding_counts_for_nothing():
     assert loss == pytest.approx(total / num_targets, rel=1e-6)
     assert nothing == 0
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_routing_and_counts_are_those_of_all_batches():
+    model = plain_decoder()
+    batches = [random_batch(seed, [[16], [3]], seq_length=16) for seed in range(3)]
+    with one_rank() as runtime:
+        mesh = build_mesh("cpu", dp=1, ep=1)
+        found = measure(model, batches, mesh=mesh, device=runtime.device)
+        nothing = measure(model, [], mesh=mesh, device=runtime.device)
+    assert found.num_tokens == sum(batch.num_tokens for batch in batches)
+    assert found.num_targets == sum(batch.num_targets for batch in batches)
+    assert found.tokens_per_expert_LE is not None
+    assert found.entropy_L is not None
+    assert found.tokens_per_expert_LE.sum(1).tolist() == [SMALL.top_k * found.num_tokens] * SMALL.num_layers
+    assert ((found.entropy_L > 0) & (found.entropy_L <= found.num_tokens * np.log(SMALL.num_experts))).all()
+    assert nothing == (0, 0, 0, None, None)
