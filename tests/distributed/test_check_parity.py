@@ -62,6 +62,7 @@ def assert_ok(layouts: list[LayoutReport]) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_layouts_equal_one_rank(ranks: RankPool, tmp_path: Path):
     layouts = checked(ranks, planned(tmp_path, SHORT, steps=3), tmp_path)
     assert_ok(layouts)
@@ -132,6 +133,7 @@ def test_the_reference_moves_by_rounding_alone(ranks: RankPool, tmp_path: Path):
     assert len({found.differences["gradients"]["embed.weight"] for found in moves}) == len(moves)
 
 
+@pytest.mark.slow
 def test_a_layout_is_about_as_far_as_the_reference_moves(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

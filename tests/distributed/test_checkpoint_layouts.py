@@ -17,10 +17,10 @@ LARGE = Spec(seed=11, changes=(("hidden_size", 128), ("intermediate_size", 384))
 SOURCE = Layout(2, 2)
 OTHERS = [
     Layout(1, 2, tp=2),
-    Layout(1, 1, tp=4),
     Layout(2, 1, tp=2, expert_tp=2, backend="loop"),
 ]
 MORE = [
+    Layout(1, 1, tp=4),
     Layout(4, 1),
     Layout(2, 1, tp=2, dp_replicate=2),
     Layout(1, 2, tp=2, expert_tp=2, backend="loop"),

@@ -89,7 +89,9 @@ def test_the_loss_and_the_baselines_are_those_that_training_wrote(trained: Train
     assert on_one_rank["checkpoint"].endswith("step_00000004")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in ("ep2", "tp2") else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_every_layout_measures_what_one_rank_does(trained: Trained, on_one_rank: dict[str, Any], layout: str):
     world_size, degrees = LAYOUTS[layout]
     found = trained.report(trained.checkpoints, *degrees, world_size=world_size)

@@ -139,6 +139,7 @@ def test_too_many_failures_end_every_rank_and_the_run_goes_on_when_there_is_room
     assert steps_on(disk) == [9, 12]
 
 
+@pytest.mark.slow
 def test_the_last_save_is_repeated_when_the_disk_was_full_for_a_moment(
     ranks: RankPool, tmp_path: Path, disk: Path, expected: dict[int, float]
 ):
@@ -163,6 +164,7 @@ def test_a_last_save_that_never_succeeds_is_an_error(ranks: RankPool, tmp_path: 
     assert content(disk) == before
 
 
+@pytest.mark.slow
 def test_saves_slower_than_their_interval_are_left_out(ranks: RankPool, tmp_path: Path, expected: dict[int, float]):
     seen = ranks.run(jobs.write_slowly, 2, arguments(tmp_path, EP2), slow=3, until=11)
     assert [one.ended.code for one in seen] == [0, 0]

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 MODEL = {key: value for key, value in SIZES.items() if key != "family"}
 LAYOUTS = {"dp1_ep4": (1, 4), "dp2_ep2": (2, 2), "dp4_ep1": (4, 1)}
+SOME_SLOW = [pytest.param(name, marks=() if name == "dp2_ep2" else pytest.mark.slow) for name in LAYOUTS]
 TOKENS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
 TOLERANCE = 1e-5
 
@@ -76,7 +77,7 @@ def our_logits(step_dir: Path) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SOME_SLOW)
 def test_every_layout_starts_with_the_folders_weights_and_reads_each_element_once(
     ranks: RankPool, hf, tmp_path: Path, layout: str
 ):
@@ -136,7 +137,7 @@ def test_bf16_weights_are_exact_in_the_masters(ranks: RankPool, hf, tmp_path: Pa
         assert all(torch.equal(started.parameters[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SOME_SLOW)
 def test_trained_weights_go_back_to_transformers_with_our_logits(ranks: RankPool, hf, tmp_path: Path, layout: str):
     run(hf[0], tmp_path / "dcp", "dcp")
     line = start_arguments(tmp_path, tmp_path / "dcp", *LAYOUTS[layout], "optim.warmup_steps=1", max_steps=2)

@@ -22,14 +22,10 @@ from tests.distributed.checkpoint_jobs import make_store
 from tests.distributed.parity_jobs import OBJECTIVE, OPTIM, Layout, Spec, built, config_of, micro_batches
 from tests.helpers.pool import RankPool
 
-LAYOUTS = [
-    Layout(1, 1),
-    Layout(2, 2),
-    Layout(4, 1, dp_replicate=2),
-    Layout(1, 1, tp=4),
-    Layout(1, 2, tp=2),
-    Layout(2, 1, tp=2, expert_tp=2),
-]
+LAYOUTS = [Layout(1, 1), Layout(2, 2), Layout(2, 1, tp=2, expert_tp=2)]
+MORE_LAYOUTS = [Layout(4, 1, dp_replicate=2), Layout(1, 1, tp=4), Layout(1, 2, tp=2)]
+USUAL = Spec(seed=0, changes=(("qk_norm", True), ("intermediate_size", 400)))
+TIED = Spec(seed=0, tie_embeddings=True, changes=(("intermediate_size", 400),))
 # Names and headers of DCP's files, for each tensor of a rank; of this model in all less than a tenth.
 HEADERS_OF_A_TENSOR = 2000
 
@@ -133,8 +129,9 @@ def test_selective_checkpointing_keeps_what_is_planned(ranks: RankPool, layout: 
 
 @pytest.mark.parametrize(
     ("spec", "layout"),
-    [(Spec(seed=0, changes=(("qk_norm", True), ("intermediate_size", 400))), layout) for layout in LAYOUTS]
-    + [(Spec(seed=0, tie_embeddings=True, changes=(("intermediate_size", 400),)), Layout(1, 2, tp=2))],
+    [(USUAL, layout) for layout in LAYOUTS]
+    + [pytest.param(USUAL, layout, marks=pytest.mark.slow) for layout in MORE_LAYOUTS]
+    + [pytest.param(TIED, Layout(1, 2, tp=2), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_the_plan_counts_every_byte_of_the_rank_with_the_most(

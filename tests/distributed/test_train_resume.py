@@ -140,7 +140,9 @@ def test_resume_from_a_folder_of_steps_is_from_one_step_on_every_rank(ranks: Ran
     assert f"resumed from {steps / 'step_00000012'}" in started[0][3]
 
 
-@pytest.mark.parametrize("schedule", ["linear", "constant", "wsd"])
+@pytest.mark.parametrize(
+    "schedule", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("linear", "constant")), "wsd"]
+)
 def test_the_learning_rate_is_the_schedules_also_after_a_resume(ranks: RankPool, tmp_path, schedule: Schedule):
     decay_steps = 4 if schedule == "wsd" else 0
     changes = (*ONE, f"optim.schedule={schedule}", f"optim.decay_steps={decay_steps}", "checkpoint.async_save=false")
