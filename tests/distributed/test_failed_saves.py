@@ -117,6 +117,7 @@ def test_a_failure_on_one_rank_is_heard_of_on_all(
     assert f"not saved: rank {on_rank}: OSError: [Errno 28] No space left on device." in errors(seen)
 
 
+@pytest.mark.slow
 def test_too_many_failures_end_every_rank_and_the_run_goes_on_when_there_is_room(
     ranks: RankPool, tmp_path: Path, disk: Path, expected: dict[int, float]
 ):

@@ -59,6 +59,7 @@ def test_a_ranks_own_report_shows_where_it_is_and_what_it_waits_in(ranks: RankPo
     assert "; rank 0 waits in all_gather #" in page
 
 
+@pytest.mark.slow
 def test_the_page_says_which_of_four_ranks_wait_for_which(ranks: RankPool, tmp_path: Path):
     folder = tmp_path / "hang"
     ranks.run(jobs.broken, 4, SPEC, EP2_DP2, folder, jobs.blocks_in_backward_of_layer_2, 2)

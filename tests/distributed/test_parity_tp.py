@@ -81,7 +81,14 @@ def test_tied_head_and_norms_of_heads_equal_one_process(ranks: RankPool, layout:
     assert_equal_to_reference(ranks.run(train, layout.world_size, spec, layout), expected, spec)
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 2, tp=2, checkpointing="full"), Layout(4, 1, dp_replicate=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(1, 2, tp=2, checkpointing="full"), marks=pytest.mark.slow),
+        Layout(4, 1, dp_replicate=2),
+    ],
+    ids=str,
+)
 def test_global_batch_balancing_equals_one_process_without_accumulation(ranks: RankPool, layout: Layout):
     spec, expected = reference_of(aux_loss="global_batch")
     assert_equal_to_reference(ranks.run(train, layout.world_size, spec, layout), expected, spec)

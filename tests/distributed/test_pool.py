@@ -120,6 +120,7 @@ def test_a_rank_left_waiting_by_anothers_error_counts_as_hung(ranks: RankPool):
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_timeout_with_the_stacks_and_the_pool_restarts(ranks: RankPool):
     ranks.run(sum_of_ranks, 2, 0, scale=1)
     started = time.monotonic()

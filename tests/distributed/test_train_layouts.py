@@ -37,7 +37,10 @@ def on_one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> li
         pytest.param(("parallel.ep=1", "parallel.tp=4", "train.micro_batch_size=2"), marks=pytest.mark.slow),
         ("parallel.ep=2", "parallel.tp=2", "parallel.expert_tp=2", "train.micro_batch_size=2"),
         ("parallel.ep=2", "parallel.dp_replicate=2", "train.micro_batch_size=1"),
-        ("parallel.ep=1", "parallel.tp=2", "parallel.dp_replicate=2", "train.micro_batch_size=4"),
+        pytest.param(
+            ("parallel.ep=1", "parallel.tp=2", "parallel.dp_replicate=2", "train.micro_batch_size=4"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=" ".join,
 )

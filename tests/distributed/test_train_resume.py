@@ -155,6 +155,7 @@ def test_the_learning_rate_is_the_schedules_also_after_a_resume(ranks: RankPool,
     assert [line["lr"] for line in metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_going_back_in_a_run_drops_the_lines_that_are_repeated(ranks: RankPool, tmp_path):
     ranks.run(jobs.watch, 2, arguments(tmp_path, *EP2, "checkpoint.keep=0"))
     first = losses(tmp_path / "run")
