@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+# These two register operators of their own.
 import moe_framework.moe.experts.scaled_mm
-import moe_framework.moe.experts.sequential  # noqa: F401  (registers its operators)
+import moe_framework.moe.experts.sequential  # noqa: F401
 from moe_framework.model.decoder import Decoder
 
 _aten = torch.ops.aten

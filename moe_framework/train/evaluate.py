@@ -35,23 +35,6 @@ class Measured(NamedTuple):
         return self.loss_sum / max(self.num_targets, 1)
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch], *, mesh: ParallelMesh, device: torch.device) -> float:
-    """Mean cross entropy over batches.
-
-    Args:
-        model: The parallelised decoder.
-        batches: This rank's share; every rank has the same number, some perhaps without tokens.
-        mesh: The run's mesh.
-        device: This rank's device.
-
-    Returns:
-        Nats per target over all data ranks, the same on every rank.
-
-    Collective: the world; every rank must call.
-    """
-    return measure(model, batches, mesh=mesh, device=device).loss
-
-
 @torch.no_grad()
 def measure(model: nn.Module, batches: Iterable[Batch], *, mesh: ParallelMesh, device: torch.device) -> Measured:
     """Sum cross entropy and routing over batches.

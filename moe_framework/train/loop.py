@@ -5,7 +5,7 @@ from moe_framework.errors import TrainingError
 from moe_framework.optim.schedule import learning_rate
 from moe_framework.resilience.lifeline import Lifeline
 from moe_framework.train.build import Training
-from moe_framework.train.evaluate import evaluate
+from moe_framework.train.evaluate import measure
 from moe_framework.train.persist import Position
 from moe_framework.train.report import Reporter
 from moe_framework.train.saving import Saver
@@ -92,7 +92,8 @@ def evaluate_heldout(training: Training, lifeline: Lifeline, max_rows: int = 0) 
         num_data_ranks=training.mesh.num_data_ranks,
         max_rows=max_rows,
     )
-    return evaluate(training.model, lifeline.beating(batches), mesh=training.mesh, device=training.runtime.device)
+    batches, device = lifeline.beating(batches), training.runtime.device
+    return measure(training.model, batches, mesh=training.mesh, device=device).loss
 
 
 def _next_batches(loader: TrainLoader):

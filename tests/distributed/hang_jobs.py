@@ -16,7 +16,7 @@ from moe_framework.moe.dispatch.base import Dispatched
 from moe_framework.optim.adamw import build_adamw
 from moe_framework.resilience.hang_folder import HangFolder
 from moe_framework.resilience.watch import HangWatch
-from moe_framework.train.evaluate import evaluate
+from moe_framework.train.evaluate import measure
 from moe_framework.train.step import agree_on_counts, train_step
 from tests.distributed.parity_jobs import CLIP_NORM, OBJECTIVE, OPTIM, Layout, Spec, built, micro_batches, parameters_of
 from tests.distributed.step_jobs import num_compiled_graphs
@@ -62,7 +62,7 @@ def steps(spec: Spec, layout: Layout, directory: Path, *, watched: bool) -> Run:
         places = [str(mark.place) for mark in watch._log.marks() if mark.place.step == LAST_STEP]
         watch.note("evaluation")
         batches = _batches(mesh, spec, layout, 0)
-        heldout = evaluate(model, batches, mesh=mesh, device=torch.device("cpu"))
+        heldout = measure(model, batches, mesh=mesh, device=torch.device("cpu")).loss
     assert not directory.exists()
     return Run(losses, parameters_of(model), heldout, num_compiled_graphs() - before, places)
 

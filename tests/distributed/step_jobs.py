@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_framework.distributed.mesh import build_mesh
 from moe_framework.errors import DataError
 from moe_framework.optim.adamw import build_adamw
-from moe_framework.train.evaluate import evaluate
+from moe_framework.train.evaluate import measure
 from moe_framework.train.step import accumulate_gradients, agree_on_counts, train_step
 from tests.distributed.parity_jobs import CLIP_NORM, OBJECTIVE, OPTIM, Layout, Spec, built, micro_batches, parameters_of
 
@@ -53,7 +53,7 @@ def heldout_loss(spec: Spec, layout: Layout) -> tuple[float, bool]:
         num_data_ranks=mesh.num_data_ranks,
         accumulation=layout.accumulation,
     )
-    loss = evaluate(model, batches, mesh=mesh, device=torch.device("cpu"))
+    loss = measure(model, batches, mesh=mesh, device=torch.device("cpu")).loss
     return loss, any(p.grad is not None for p in model.parameters())
 
 
@@ -115,7 +115,7 @@ def router_weight_seen(spec: Spec, layout: Layout) -> bool:
     seen = []
     router.register_forward_pre_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
     batches = micro_batches(spec, 0, data_rank=mesh.data_rank, num_data_ranks=mesh.num_data_ranks, accumulation=1)
-    evaluate(model, batches, mesh=mesh, device=torch.device("cpu"))
+    measure(model, batches, mesh=mesh, device=torch.device("cpu"))
     assert not torch.equal(master, master.bfloat16().float()), "the weights would not show a rounding"
     return seen[0].dtype == torch.float32 and torch.equal(seen[0], master)
 

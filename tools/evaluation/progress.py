@@ -1,19 +1,16 @@
 """Progress of an evaluation in batches: a bar on a terminal, plain lines elsewhere."""
 
-import sys
 import time
 from collections.abc import Callable
-from typing import Self, TextIO
+from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from moe_framework.observe.progress import format_duration
+from tools.live_bar import LiveBar
 
-_SECONDS_BETWEEN_LINES = 10.0
 
-
-class BatchProgress:
+class BatchProgress(LiveBar):
     """Shows batches done, tokens/s and the time left.
 
     Args:
@@ -31,32 +28,13 @@ class BatchProgress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        columns = TextColumn("batch"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[state]}")
+        super().__init__("", columns, total=None, stream=stream, clock=clock, enabled=enabled)
         self._enabled = enabled
         self._num_data_ranks = num_data_ranks
-        self._stream = sys.stderr if stream is None else stream
-        self._clock = clock
         # The first batch compiles and allocates: the rates leave it out.
         self._anchor: tuple[int, float] | None = None
-        self._last_line = clock()
         self._num_tokens = 0
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        console = Console(file=self._stream, highlight=False, markup=False)
-        if enabled and console.is_terminal and not console.is_dumb_terminal:
-            columns = (TextColumn("batch"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[state]}"))
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("", total=None, state="")
-
-    def __enter__(self) -> Self:
-        """Show the bar."""
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take it off the terminal's live display."""
-        if self._bar is not None:
-            self._bar.stop()
 
     def heard(self, done: int, total: int, num_tokens: int) -> None:
         """Tell that a batch is done.
@@ -71,13 +49,9 @@ class BatchProgress:
             self._anchor = (done, now)
             return
         self._num_tokens += num_tokens
-        if not self._enabled:
-            return
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, state=self._state(done, total, now))
-        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            print(f"batch {done}/{total}  {self._state(done, total, now)}", file=self._stream, flush=True)
+        if self._enabled:
+            state = self._state(done, total, now)
+            self._show(now, lambda: f"batch {done}/{total}  {state}", completed=done, total=total, state=state)
 
     def _state(self, done: int, total: int, now: float) -> str:
         assert self._anchor is not None, "the first batch sets it"

@@ -1,20 +1,17 @@
 """Progress of reading text: a bar with documents, tokens/s and time left on a terminal, plain lines elsewhere."""
 
-import sys
 import time
 from collections.abc import Callable
-from typing import Self, TextIO
+from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, TextColumn
 
 from moe_framework.observe.progress import format_duration
 from tools.conversion.progress import format_bytes
+from tools.live_bar import LiveBar
 
-_SECONDS_BETWEEN_LINES = 10.0
 
-
-class TextProgress:
+class TextProgress(LiveBar):
     """Shows how much text is tokenized.
 
     Args:
@@ -24,28 +21,10 @@ class TextProgress:
     """
 
     def __init__(self, num_bytes: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}")
+        super().__init__("tokenizing", columns, total=1.0, stream=stream, clock=clock)
         self._num_bytes = num_bytes
-        self._stream = sys.stderr if stream is None else stream
-        self._clock = clock
-        self._began = self._last_line = clock()
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        console = Console(file=self._stream, highlight=False, markup=False)
-        if console.is_terminal and not console.is_dumb_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("tokenizing", total=1.0, state="")
-
-    def __enter__(self) -> Self:
-        """Show the bar."""
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take it off the terminal's live display."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._began = self._last_line
 
     def update(self, done: float, num_bytes: int, num_documents: int, num_tokens: int) -> None:
         """Tell how far it is.
@@ -63,8 +42,4 @@ class TextProgress:
             f"{format_bytes(num_bytes)} of {format_bytes(self._num_bytes)}  {num_documents:,} documents  "
             f"{num_tokens / seconds:,.0f} tokens/s  {left} left"
         )
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, state=state)
-        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            print(f"tokenizing: {state}", file=self._stream, flush=True)
+        self._show(now, lambda: f"tokenizing: {state}", completed=done, state=state)

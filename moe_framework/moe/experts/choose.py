@@ -31,8 +31,7 @@ QUANTIZED: dict[str, tuple[str, ExpertBackend]] = {
     EMULATED: (EMULATED, mxfp8_emulated_experts),
 }
 PLAIN_INSTEAD = {"scaled_mm": "sequential", EMULATED: "grouped_mm"}
-
-
+# What `auto` considers.
 _CANDIDATES = {"cuda": ("te", "scaled_mm", "grouped_mm", "sequential"), "cpu": ("te", "grouped_mm")}
 
 
@@ -146,15 +145,7 @@ def choose_experts(
             raise _error(f"precision.mode={EMULATED} cannot be used: {obstacle}.", obstacle)
         return Choice(EMULATED, "the precision mode's own backend")
     candidates = [name for name in _CANDIDATES[device.type] if name != "scaled_mm" or policy.mode == SCALED_MM_MODE]
-    usable = [candidate for candidate in candidates if obstacles[candidate] is None]
-    if policy.te_recipe is not None:
-        quantizing = [candidate for candidate in candidates if candidate not in BACKENDS]
-        if not set(quantizing) & set(usable):
-            # What needs no package comes last, and so does what would still stand in its way.
-            obstacle = obstacles[quantizing[-1]]
-            raise _error(f"precision.mode={policy.mode} cannot be used: {obstacle}.", obstacle or "")
-        if preferred in quantizing and preferred not in usable:
-            usable = [candidate for candidate in usable if candidate in quantizing]
+    usable = _usable(candidates, obstacles, policy, preferred)
     if not usable:
         return Choice("loop", f"grouped_mm cannot be used: {obstacles['grouped_mm']}")
     if len(usable) == 1:
@@ -165,6 +156,23 @@ def choose_experts(
     if not measure:
         return Choice(" or ".join(usable), "the fastest of them, measured at the start of training")
     return _fastest(usable, shape, policy, device)
+
+
+def _usable(
+    candidates: list[str], obstacles: dict[str, str | None], policy: PrecisionPolicy, preferred: str | None
+) -> list[str]:
+    """The candidates without an obstacle: for a run that trained quantized, those that quantize."""
+    usable = [candidate for candidate in candidates if obstacles[candidate] is None]
+    if policy.te_recipe is None:
+        return usable
+    quantizing = [candidate for candidate in candidates if candidate not in BACKENDS]
+    if not set(quantizing) & set(usable):
+        # What needs no package comes last, and so does what would still stand in its way.
+        obstacle = obstacles[quantizing[-1]]
+        raise _error(f"precision.mode={policy.mode} cannot be used: {obstacle}.", obstacle or "")
+    if preferred in quantizing and preferred not in usable:
+        return [candidate for candidate in usable if candidate in quantizing]
+    return usable
 
 
 def _error(text: str, obstacle: str) -> MoeFrameworkError:

@@ -4,7 +4,7 @@ import torch
 
 from moe_framework.data.loader import collate
 from moe_framework.distributed.mesh import build_mesh
-from moe_framework.train.evaluate import evaluate, measure
+from moe_framework.train.evaluate import measure
 from tests.helpers.one_rank import one_rank
 from tests.unit.model.builders import SMALL, plain_decoder, random_batch, random_row
 
@@ -24,8 +24,8 @@ def test_mean_is_over_targets_and_padding_counts_for_nothing():
             num_targets += int(chosen.sum())
     with one_rank() as runtime:
         mesh = build_mesh("cpu", dp=1, ep=1)
-        loss = evaluate(model, [batches[0], empty, batches[1]], mesh=mesh, device=runtime.device)
-        nothing = evaluate(model, [empty], mesh=mesh, device=runtime.device)
+        loss = measure(model, [batches[0], empty, batches[1]], mesh=mesh, device=runtime.device).loss
+        nothing = measure(model, [empty], mesh=mesh, device=runtime.device).loss
     assert loss == pytest.approx(total / num_targets, rel=1e-6)
     assert nothing == 0
     assert all(p.grad is None for p in model.parameters())
